@@ -1,0 +1,2733 @@
+#!/usr/bin/env python3
+"""pepsi-dispatch: the coordinator of a PEPSI system.
+
+It claims queued messages in PostgreSQL, hands them to persistent workers, and
+runs in the foreground until it gets SIGTERM.
+
+Usage:
+  pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] [run] [--no-wait]
+  pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] init [--print]
+  pepsi-dispatch -h | --help
+  pepsi-dispatch --version
+
+Commands:
+  run         claim and dispatch messages (the default)
+  init        create the tables, indexes and triggers that are missing
+
+Options:
+  -c FILE     configuration; else $PEPSI_CONFIG, else /etc/pepsi/pepsi.conf
+  -v          log more: -v adds the single steps, -vv the statements
+  -q          log less: warnings and errors only
+  --log-json  log one JSON object a line
+  --no-wait   exit with 75 if another dispatcher holds the lock
+  --print     write the SQL to standard output; needs no database
+  -h --help   show this
+  --version   show the version
+"""
+# Design note
+# ===========
+#
+# One process, one thread, one loop, one database connection. A turn of the loop
+# (Dispatcher.turn) is
+#
+#   wait      the only sleep and the only reading of the clock
+#   receive   I/O only: what workers wrote, who died, what the database replied, signals -> inbox
+#   digest    facts first, then timers that are due: outcomes, freed room, workers to kill or retire
+#   hand      give ids to workers by the packing rule, starting workers as needed
+#   ask       start the one statement that matters most, if the session is free
+#   maintain  retire surplus workers, arm the timers
+#
+# Three kinds of code: *owners* hold one resource and its state (Child: a process and its pipes;
+# Queue: the database session; Signals: the self-pipe; Dispatcher: selector, clock and timers);
+# *decisions* are pure (parsing, Pool, Breaker, Outbox, Stats, judge); the Dispatcher moves values
+# between the two. Owners never call each other.
+#
+# The session is asynchronous: a statement is sent in one turn and its reply is a fact of a later
+# one. So nothing that the server does (a lock, a lost link, a checkpoint) keeps the loop from
+# serving workers, watchdogs and signals, and there is no second loop inside a wait. What stands
+# between two statements of one operation is written as a generator that yields statements.
+# A notification is seen by the same read that sees a reply: none can be swallowed.
+#
+# Numbered invariants, referred to below:
+#
+# I1  A claimed id is in exactly one place: a pool's `ready`, a worker's `inflight`, or the outbox.
+#     All three together, and the ids that rest, are *held*: neither claim nor retry takes a held id.
+# I2  An id leaves the outbox only when the commit of its outcome is confirmed. An unknown commit
+#     is sent again: every write to the queue is guarded by `status = 'running'` and the stage.
+# I3  Answers are in order, so an answer belongs to the head of line of its worker. The first line
+#     that is not an answer ends the trust in that worker: it is killed and nothing it wrote
+#     afterwards is read.
+# I4  What a worker wrote is read before anything is judged: a deadline that fired, an exit status.
+# I5  Rows that are running and not held belong to nobody. The sweep resets them: after every
+#     connect before the first claim, at stop, and at the heartbeat if it is cheap. The lock, the
+#     claims and the settlements share one session, so no statement of a lost session can follow.
+# I6  A state has one writer. Timers are keys; a timer that fires early looks again and re-arms.
+# I7  Every worker is the leader of its own process group, and that group is killed before its
+#     leader is reaped: so no number is signalled that could belong to somebody else.
+#
+# Commits: claims, requeues and retries do not wait for the disk (synchronous_commit off). A worker's
+# own durable commit flushes the log past its claim; a claim lost in a server crash leaves the row
+# pending, and the id is held. What nobody would write again, `failed` and `timeout`, is durable.
+#
+# Glossary: *message* a row; *stage*; *worker* one child process; *pool* the workers of a stage;
+# *claim*; *hand* ids to a worker; *head of line* the oldest unanswered id of a worker; *answer* a
+# status line; *outcome* what became of an id; *settle* write outcomes; *requeue*, *release* (an id
+# that never ran), *reset* (rows found running without an owner), *retry* (paused rows that are due),
+# *sweep* (look for rows to reset), *reap* (dead child), *retire* (idle worker), *recycle*,
+# *cooldown*, *deadline* (a monotonic instant in seconds). Durations end in `_s`.
+
+import collections
+import configparser
+import ctypes
+import difflib
+import enum
+import errno
+import fcntl
+import heapq
+import json
+import logging
+import math
+import os
+import random
+import re
+import selectors
+import shlex
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import time
+import unicodedata
+from typing import Any, Callable, Deque, Dict, Generator, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+try:
+    import psycopg2
+    import psycopg2.extensions
+    from docopt import DocoptExit, docopt
+except ImportError as _missing:
+    sys.exit('pepsi-dispatch: %s; it needs two packages: psycopg2-binary and docopt from PyPI, or python3-psycopg2 '
+             'and python3-docopt from the distribution' % _missing)
+
+__version__ = '1.0.0'
+
+log = logging.getLogger('pepsi-dispatch')
+
+EXIT_OK, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERNAL, EXIT_RUNNING, EXIT_CONFIG = 0, 64, 69, 70, 75, 78  # sysexits.h
+
+CONFIG_DEFAULT = '/etc/pepsi/pepsi.conf'
+CHANNEL = 'ingress'
+LOCK_KEY = 0x7065707369  # 'pepsi', the advisory lock of the one dispatcher of a database
+FIRST_ID, LAST_ID = -2 ** 63, 2 ** 63 - 1  # of a bigint
+
+LINE_LIMIT = 8192  # bytes of an answer, without its newline
+REASON_LIMIT = 1000  # characters of state.dispatch_error
+READ_SIZE = 65536  # bytes taken from a pipe at once
+DRAIN_LIMIT = 1 << 20  # bytes taken from a dead worker at most: a grandchild may go on writing
+
+LOCK_TIMEOUT_S = 0.2
+STATEMENT_TIMEOUT_S = 5.0
+SWEEP_TIMEOUT_S = 600.0  # reads the whole table where nothing indexes running rows
+REPLY_MARGIN_S = 1.0  # the client's deadline lies this much behind the server's
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_S = (0.1, 1.6)  # first and longest delay: the first claim follows the server's return within 2 s
+FAILURE_S = (0.1, 1.6)  # the same for statements that fail on a living session
+LOCK_POLL_S = 0.5  # between two tries for the lock
+NO_WAIT_S = 2.0  # how long --no-wait tries: the server may not have noticed yet that the holder died
+SKIP_LOCKED_S = 5.0  # how long claims skip locked rows once they met one
+REPEATS = 5  # of a statement on 40001 and 40P01
+DEFER_S = (0.3, 30.0)  # before an outcome is sent again that could not be written: a locked row, a bad row
+
+SETTLE_LIMIT = 1000  # outcomes a statement
+RETRY_LIMIT = 1000  # paused rows taken at once
+RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
+LOOK_GAP_S = (0.0125, 0.1)  # after claims that found nothing, before a notification causes the next
+SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
+SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
+
+PROBE_S = 0.1  # a stage of unknown speed shows it on one message; the others wait this long at most
+START_S = 1.0  # a worker that reads nothing for this long is slow, not starting
+AVERAGE_WEIGHT = 0.2  # of the latest pass in a stage's average
+DEATHS_IN_A_ROW = 3  # without an answer between them, until the stage cools down
+COOLDOWN_S = (1.0, 30.0, 300.0)  # first, longest while nobody is blamed, longest while each probe costs a message
+EOF_GRACE_S = 1.0  # between the end of a worker's output and its exit
+FINISH_S = 2.0  # for the last statements of a stop
+SURVIVORS_POLL_S = 0.1
+IDLE_FLUSH_S = 1.0  # statistics are written this long after the last flush when nothing is in flight
+LONGEST_WAIT_S = 3600.0  # select() takes no infinity
+
+
+# -- vocabulary --------------------------------------------------------------------------------------------------------
+
+class Failure(Exception):
+    """The operator erred or the environment cannot work: one clear line each, an exit code, no traceback."""
+
+    def __init__(self, code: int, *lines: str) -> None:
+        super().__init__('\n'.join(lines))
+        self.code = code
+        self.lines = lines
+
+
+class Violation(Exception):
+    """A worker wrote what is no answer; the text says what, for `state.dispatch_error`."""
+
+
+class Unusable(Exception):
+    """The database answers but cannot be worked on now: read-only, in recovery."""
+
+
+class Row(str, enum.Enum):
+    """The statuses of a message that the dispatcher writes or tells apart."""
+    PENDING = 'pending'
+    RUNNING = 'running'
+    PAUSED = 'paused'
+    FAILED = 'failed'
+    TIMEOUT = 'timeout'
+
+
+IN_PIPELINE = frozenset([Row.PENDING.value, Row.RUNNING.value, Row.PAUSED.value])
+
+
+class WorkerState(enum.Enum):
+    """SERVING -> LEAVING -> GONE, and KILLED before GONE from either; Worker is the only writer."""
+    SERVING = 'serving'  # takes ids
+    LEAVING = 'leaving'  # its stdin is closed: it answers what it has, then exits
+    KILLED = 'killed'  # the group was sent SIGKILL
+    GONE = 'gone'  # reaped, pipes closed
+
+
+class Link(enum.Enum):
+    """AWAY -> OPENING -> READY -> AWAY; Queue is the only writer."""
+    AWAY = 'away'  # no connection; the next try is due at a deadline
+    OPENING = 'opening'  # connecting, settings, lock, epoch, LISTEN
+    READY = 'ready'  # the lock is ours on this session
+
+
+class Phase(enum.Enum):
+    """SERVING -> STOPPING -> STOPPED; Dispatcher is the only writer."""
+    SERVING = 'serving'
+    STOPPING = 'stopping'  # no claim any more; workers are leaving, rows go back
+    STOPPED = 'stopped'
+
+
+class Answer(NamedTuple):
+    """A status line: `status` 0 to 255, `fused` (stage, seconds) pairs, `text` the reason of a failure."""
+    status: int
+    id: Optional[int]
+    fused: Tuple[Tuple[str, float], ...]
+    text: str
+
+
+class Outcome(NamedTuple):
+    """What became of a claimed id: how its row is written if it is still running at `stage`."""
+    id: int
+    stage: str
+    status: Row  # a row that is running at another stage has advanced and becomes pending whatever stands here
+    error: Optional[str] = None  # for state.dispatch_error
+    ended: bool = True  # a pass of the stage ended; False: the id never ran
+    column: Optional[str] = None  # of stage_stats that counts it
+    seconds: float = 0.0  # head of line -> answer, less the fused ones
+    fused: Tuple[Tuple[str, float], ...] = ()
+
+
+class Settled(NamedTuple):
+    """What the database says of an outcome: where the row is now. `status` None: it is gone."""
+    id: int
+    status: Optional[str]
+    stage: Optional[str]
+    due_s: Optional[float]  # of a paused row
+    written: bool  # it was written by this settlement, not found so
+
+
+class Want(NamedTuple):
+    """One stage of a claim: at most `cap` ids, none below `floor`."""
+    stage: str
+    cap: int
+    floor: int
+
+
+class Doom(NamedTuple):
+    """Why we killed a worker, and the id that answers for it, if any."""
+    status: Row
+    id: Optional[int]
+    error: str
+    column: Optional[str]
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Make outside text fit for a log line or a message: no control characters, at most `limit` characters."""
+    text = text if len(text) <= limit else text[:limit - 1] + '\u2026'
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape', 'backslashreplace').decode('ascii')
+                   for c in text)
+
+
+def one_line(text: str) -> str:
+    """Make text fit for `state.dispatch_error`: one line, REASON_LIMIT characters, nothing jsonb or a terminal
+    would choke on."""
+    text = ''.join(' ' if unicodedata.category(c) in ('Cc', 'Cs', 'Zl', 'Zp') else c for c in text[:4 * REASON_LIMIT])
+    return ' '.join(text.split())[:REASON_LIMIT]
+
+
+def quoted(stage: str) -> str:
+    """A stage's name in a log line: as it is, or in double quotes where it has anything but plain characters."""
+    return stage if re.match(r'[\w.+/:@-]{1,100}\Z', stage) else '"%s"' % printable(stage).replace('"', '\\"')
+
+
+def native(text: str) -> str:
+    """Text as the operating system takes it: UTF-8 bytes whatever the locale says."""
+    return os.fsdecode(text.encode('utf-8', 'surrogateescape'))
+
+
+def brief(seconds: float) -> str:
+    """A duration for people: 0.25 s, 5 s, forever."""
+    return 'forever' if seconds == math.inf else '%.3g s' % seconds if seconds < 1000 else '%d s' % seconds
+
+
+# -- configuration: text -> values -------------------------------------------------------------------------------------
+
+class StageConfig(NamedTuple):
+    """One [stage-NAME] section, with the defaults filled in. Times in seconds, math.inf for `forever`."""
+    name: str
+    program: Tuple[str, ...]
+    parallelism: int
+    queue_limit: int
+    max_messages: int  # 0: never recycled
+    pack_below_s: float
+    max_runtime_s: float
+    worker_idle_timeout_s: float
+
+
+class Config(NamedTuple):
+    """A configuration file. Times in seconds, math.inf for `forever`."""
+    file: str
+    database: str
+    poll_interval_s: float
+    stats_interval_s: float
+    stop_timeout_s: float
+    config_file: str
+    stages: Dict[str, StageConfig]
+    warnings: Tuple[str, ...] = ()
+
+
+_UNITS = {'': 1.0}
+for _names, _factor in (('ms msec msecs millisecond milliseconds', 0.001), ('s sec secs second seconds', 1.0),
+                        ('min mins minute minutes', 60.0), ('h hr hrs hour hours', 3600.0),
+                        ('d day days', 86400.0)):
+    _UNITS.update((_name, _factor) for _name in _names.split())
+
+
+def parse_time(text: str, zero: bool = False, forever: bool = True) -> float:
+    """Read a duration and return seconds.
+
+    A number with ms, s, min, h or d, also spelled out, with or without a blank; a bare number is seconds; `forever`
+    is math.inf. Raises ValueError that says what would be right.
+    """
+    match = re.match(r'([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)\Z', text.strip().lower())
+    right = 'a time like 300 s, 250 ms, 5 min, 1.5 h or 1 d' + (', or forever' if forever else '')
+    if text.strip().lower() == 'forever' and forever:
+        return math.inf
+    if not match or match.group(2) not in _UNITS:
+        raise ValueError(right)
+    seconds = float(match.group(1)) * _UNITS[match.group(2)]
+    if seconds == math.inf or (seconds == 0 and not zero):
+        raise ValueError(right + (', not so large' if seconds else ', more than 0'))
+    return seconds
+
+
+def parse_count(text: str, least: int = 0, most: Optional[int] = None) -> int:
+    """Read a whole number from `least` to `most`. Raises ValueError that says what would be right."""
+    if re.match(r'[0-9]{1,9}\Z', text.strip()):
+        number = int(text)
+        if least <= number and (most is None or number <= most):
+            return number
+    raise ValueError('a whole number from %d to %s' % (least, 999999999 if most is None else most))
+
+
+def parse_program(text: str) -> Tuple[str, ...]:
+    """Split PROGRAM as a shell would. Raises ValueError that says what would be right."""
+    try:
+        words = shlex.split(text)
+    except ValueError as e:
+        raise ValueError('a program and its arguments, quoted as in a shell (%s)' % e) from None
+    if not words or not words[0] or '\0' in text:
+        raise ValueError('a program and its arguments, quoted as in a shell')
+    return tuple(words)
+
+
+def parse_database(text: str) -> str:
+    """Check a libpq URI or keyword string. Raises ValueError, without the value: it may hold a password."""
+    try:
+        psycopg2.extensions.parse_dsn(text)
+    except psycopg2.Error:
+        raise ValueError('a libpq URI (postgresql://host/name) or keyword string (host=... dbname=...)') from None
+    return text
+
+
+class Option(NamedTuple):
+    """A line of the table of options: what parses it, its default as it would be written, and what it is for."""
+    name: str
+    default: Optional[str]  # None: required
+    parse: Callable[[str], Any]
+    about: str
+
+
+_time = parse_time
+OPTIONS = {
+    'pepsi': (
+        Option('DATABASE', '', parse_database, "libpq URI or keyword string; empty: libpq's PG* variables"),
+    ),
+    'pepsi-dispatch': (
+        Option('MAX_RUNTIME', '300 s', _time, 'head-of-line watchdog'),
+        Option('WORKER_IDLE_TIMEOUT', '5 s', lambda t: _time(t, zero=True), 'a surplus worker is stopped after this'),
+        Option('POLL_INTERVAL', '30 s', _time, 'heartbeat: look even if nothing was heard'),
+        Option('STATS_INTERVAL', '60 s', _time, 'between two writes of the statistics'),
+        Option('STOP_TIMEOUT', '5 s', lambda t: _time(t, zero=True, forever=False),
+               'grace for workers to leave before SIGKILL'),
+        Option('CONFIG_FILE', '', str, 'what workers get with -c; empty: the absolute path of this file'),
+    ),
+    'stage-': (
+        Option('PROGRAM', None, parse_program, 'what is started as PROGRAM worker -c CONFIG_FILE'),
+        Option('PARALLELISM', '4', lambda t: parse_count(t, 0, 10000), 'workers at most; 0 holds the stage'),
+        Option('QUEUE_LIMIT', '4', lambda t: parse_count(t, 1, 1000), 'ids pipelined to one worker at once'),
+        Option('MAX_MESSAGES', '1000', parse_count, 'ids after which a worker is recycled; 0: never'),
+        Option('PACK_BELOW', '100 ms', lambda t: _time(t, zero=True),
+               'pack behind one another only while passes take less on average'),
+        Option('MAX_RUNTIME', '', _time, 'instead of the one in [pepsi-dispatch]'),
+        Option('WORKER_IDLE_TIMEOUT', '', lambda t: _time(t, zero=True), 'instead of the one in [pepsi-dispatch]'),
+    ),
+}  # type: Dict[str, Tuple[Option, ...]]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """', nearest is X' for the closest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return ', the nearest known one is %s' % close[0] if close else ''
+
+
+def parse_config(text: str, file: str) -> Config:
+    """Turn the text of a pepsi.conf into a Config, warnings included.
+
+    Pure: reads nothing else. `file` is its path, for messages and as the default of CONFIG_FILE. Raises Failure
+    (EXIT_CONFIG) with one line for every error.
+    """
+    parser = configparser.RawConfigParser(strict=True, default_section='\n', comment_prefixes=('#', ';'),
+                                          empty_lines_in_values=False)
+    errors, warnings, read = [], [], {}  # type: List[str], List[str], Dict[str, Dict[str, Any]]
+    try:
+        parser.read_string(text[1:] if text.startswith('\ufeff') else text, source=file)
+    except configparser.MissingSectionHeaderError as e:
+        raise Failure(EXIT_CONFIG, '%s: line %d: an option before the first [section]' % (file, e.lineno)) from None
+    except configparser.DuplicateSectionError as e:
+        raise Failure(EXIT_CONFIG, '%s: line %s: section [%s] stands there a second time'
+                      % (file, e.lineno, printable(e.section))) from None
+    except configparser.DuplicateOptionError as e:
+        raise Failure(EXIT_CONFIG, '%s: line %s: [%s] %s stands there a second time'
+                      % (file, e.lineno, printable(e.section), printable(e.option.upper()))) from None
+    except configparser.ParsingError as e:
+        raise Failure(EXIT_CONFIG, *['%s: line %d: neither [section] nor OPTION = value' % (file, number)
+                                     for number, _ in e.errors]) from None
+    for section in parser.sections():
+        kind, stage = ('stage-', section[6:]) if section.startswith('stage-') else (section, '')
+        shown = printable(section)
+        if section.upper() == 'DEFAULT':
+            errors.append('%s: [%s] is not known here: write options into [pepsi-dispatch] or a stage' % (file, shown))
+            continue
+        if kind == 'stage-' and (not stage.strip() or stage == 'id' or not stage.isprintable()):
+            errors.append("%s: [%s]: a stage needs a name of printable characters other than 'id'" % (file, shown))
+            continue
+        if kind not in OPTIONS:
+            hint = nearest(section, ['pepsi', 'pepsi-dispatch', 'stage-NAME'])
+            if hint or not section.startswith('pepsi-'):
+                warnings.append('%s: unknown section [%s]%s' % (file, shown, hint or ', known are [pepsi], '
+                                                                '[pepsi-dispatch] and [stage-NAME]'))
+            continue
+        values = read[section] = {}
+        known = {option.name: option for option in OPTIONS[kind]}
+        for name, value in parser.items(section):
+            name = name.upper()
+            if name not in known:
+                warnings.append('%s: [%s] unknown option %s%s' % (file, shown, printable(name), nearest(name, known)))
+                continue
+            try:
+                values[name] = known[name].parse(value)
+            except ValueError as e:
+                secret = '' if name == 'DATABASE' else " '%s'" % printable(value)
+                errors.append('%s: [%s] %s =%s is wrong: it must be %s' % (file, shown, name, secret, e))
+        errors.extend('%s: [%s] %s is missing: %s' % (file, shown, option.name, option.about)
+                      for option in OPTIONS[kind] if option.default is None and option.name not in
+                      (name.upper() for name in parser.options(section)))
+    if errors:
+        raise Failure(EXIT_CONFIG, *(errors + warnings))
+
+    def effective(section: str, *fallbacks: str) -> Dict[str, Any]:
+        values: Dict[str, Any] = {}
+        for kind in fallbacks:
+            values.update((o.name, o.parse(o.default)) for o in OPTIONS[kind] if o.default)
+            values.update(read.get(kind, {}))
+        values.update(read.get(section, {}))
+        return values
+
+    stages = {}
+    for section in read:
+        if section.startswith('stage-'):
+            v = effective(section, 'pepsi-dispatch', 'stage-')
+            stages[section[6:]] = StageConfig(
+                section[6:], v['PROGRAM'], v['PARALLELISM'], v['QUEUE_LIMIT'], v['MAX_MESSAGES'], v['PACK_BELOW'],
+                v['MAX_RUNTIME'], v['WORKER_IDLE_TIMEOUT'])
+    if not stages:
+        warnings.append('%s: no [stage-NAME] section: nothing will be dispatched' % file)
+    v = effective('pepsi-dispatch', 'pepsi-dispatch')
+    return Config(file, read.get('pepsi', {}).get('DATABASE', ''), v['POLL_INTERVAL'], v['STATS_INTERVAL'],
+                  v['STOP_TIMEOUT'], v.get('CONFIG_FILE') or os.path.abspath(file), stages, tuple(warnings))
+
+
+def load_config(path: Optional[str]) -> Config:
+    """Read the file named by -c, $PEPSI_CONFIG or the default path. Raises Failure (EXIT_CONFIG)."""
+    source = '' if path else ' (named by $PEPSI_CONFIG)' if os.environ.get('PEPSI_CONFIG') else ' (the default)'
+    path = path or os.environ.get('PEPSI_CONFIG') or CONFIG_DEFAULT
+    try:
+        with open(path, encoding='utf-8') as f:
+            return parse_config(f.read(), path)
+    except OSError as e:
+        raise Failure(EXIT_CONFIG, 'cannot read %s%s: %s' % (path, source, e.strerror)) from None
+    except UnicodeDecodeError as e:
+        raise Failure(EXIT_CONFIG, '%s: not UTF-8 text: byte %d' % (path, e.start)) from None
+
+
+# -- SQL ---------------------------------------------------------------------------------------------------------------
+
+# init, in one transaction; every part is left alone where it is there already.
+SCHEMA = """\
+-- What pepsi-dispatch needs. Run again at will: what is there is left alone.
+SELECT pg_advisory_xact_lock(%(key)d, 1);
+
+CREATE TABLE IF NOT EXISTS queue (
+    ingress_id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
+    stage      text NOT NULL,
+    status     text NOT NULL DEFAULT 'pending'
+               CHECK (status IN ('pending', 'running', 'paused', 'done', 'failed', 'timeout')),
+    timeout    timestamptz,
+    state      jsonb NOT NULL DEFAULT '{}'
+) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05,
+        autovacuum_vacuum_insert_scale_factor = 0.05);
+CREATE INDEX IF NOT EXISTS queue_pending ON queue (stage, ingress_id) WHERE status = 'pending';
+CREATE INDEX IF NOT EXISTS queue_paused ON queue (timeout) WHERE status = 'paused';
+
+CREATE TABLE IF NOT EXISTS stage_stats (
+    stage              text PRIMARY KEY,
+    processed          bigint NOT NULL DEFAULT 0,
+    failed             bigint NOT NULL DEFAULT 0,
+    timeouts           bigint NOT NULL DEFAULT 0,
+    crashes            bigint NOT NULL DEFAULT 0,
+    processing_seconds double precision NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS dispatch_stats (
+    stages   bigint NOT NULL DEFAULT 0,
+    messages bigint NOT NULL DEFAULT 0,
+    epoch    bigint NOT NULL DEFAULT 0,
+    flush    bigint NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX IF NOT EXISTS dispatch_stats_single_row ON dispatch_stats ((true));
+INSERT INTO dispatch_stats DEFAULT VALUES ON CONFLICT DO NOTHING;
+
+CREATE OR REPLACE FUNCTION pepsi_dispatch_wake() RETURNS trigger LANGUAGE plpgsql AS $wake$
+BEGIN
+    PERFORM pg_notify('ingress', '');
+    RETURN NULL;
+END
+$wake$;
+DO $init$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'queue'::regclass AND tgname = 'pepsi_dispatch_insert') THEN
+        CREATE TRIGGER pepsi_dispatch_insert AFTER INSERT ON queue
+            FOR EACH STATEMENT EXECUTE FUNCTION pepsi_dispatch_wake();
+    END IF;
+    -- Not for a worker's update of its running row, nor for the dispatcher's own.
+    IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'queue'::regclass AND tgname = 'pepsi_dispatch_update') THEN
+        CREATE TRIGGER pepsi_dispatch_update AFTER UPDATE OF status, stage, timeout ON queue
+            FOR EACH ROW WHEN (
+                NEW.status IN ('pending', 'paused') AND OLD.status <> 'running'
+                AND (NEW.status <> OLD.status OR NEW.stage <> OLD.stage OR NEW.timeout IS DISTINCT FROM OLD.timeout)
+                AND current_setting('pepsi.dispatcher', true) IS DISTINCT FROM 'on')
+            EXECUTE FUNCTION pepsi_dispatch_wake();
+    END IF;
+END
+$init$;
+""" % {'key': LOCK_KEY & 0x7fffffff}
+
+# Shown by init --print: roles are the operator's business.
+GRANTS = """
+-- The dispatcher's role needs no more than this (put its name for ROLE):
+--   GRANT USAGE ON SCHEMA public TO ROLE;
+--   GRANT SELECT (ingress_id, stage, status, timeout, state), UPDATE (status, state) ON queue TO ROLE;
+--   GRANT SELECT, INSERT, UPDATE ON stage_stats, dispatch_stats TO ROLE;
+"""
+
+# First on every connection; names that this server does not know are passed over. The planner's switches keep
+# the claim on its partial index in every state of the statistics; `pepsi.dispatcher` mutes our own triggers.
+SETTINGS = """
+SELECT set_config(s.name, s.value, false)
+FROM unnest(%(names)s::text[], %(values)s::text[]) AS s(name, value)
+WHERE s.name LIKE '%%.%%' OR s.name IN (SELECT name FROM pg_settings)
+"""
+SESSION = {
+    'statement_timeout': '%dms' % (STATEMENT_TIMEOUT_S * 1000),
+    'lock_timeout': '%dms' % (LOCK_TIMEOUT_S * 1000),
+    'idle_session_timeout': '0',
+    'idle_in_transaction_session_timeout': '30s',
+    'default_transaction_isolation': 'read committed',
+    'default_transaction_deferrable': 'off',
+    'client_min_messages': 'warning',
+    'tcp_keepalives_idle': '10', 'tcp_keepalives_interval': '5', 'tcp_keepalives_count': '3',
+    'tcp_user_timeout': '15s',
+    'DateStyle': 'ISO', 'IntervalStyle': 'postgres', 'bytea_output': 'hex',
+    'jit': 'off', 'enable_seqscan': 'off', 'enable_bitmapscan': 'off', 'enable_hashjoin': 'off',
+    'enable_mergejoin': 'off', 'enable_sort': 'off', 'max_parallel_workers_per_gather': '0',
+    'plan_cache_mode': 'force_custom_plan',
+    'pepsi.dispatcher': 'on',
+}
+
+# Second: can this database be worked on, and which one is it?
+CONDITION = """
+SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', current_setting('synchronous_commit'),
+       (SELECT oid FROM pg_database WHERE datname = current_database())::text || '/' || 'dispatch_stats'::regclass::oid
+"""
+
+# Third, at start only: are the tables there, with the columns and types that the statements below need?
+TABLES = """
+SELECT (SELECT (q.ingress_id::bigint, q.stage = ''::text, q.status = ''::text, q.timeout < now(),
+                q.state || '{}'::jsonb)::text
+        FROM queue AS q WHERE false),
+       (SELECT (s.stage, s.processed, s.failed, s.timeouts, s.crashes, s.processing_seconds)::text
+        FROM stage_stats AS s WHERE false),
+       (SELECT count(*) FROM (SELECT d.stages, d.messages, d.epoch, d.flush FROM dispatch_stats AS d) AS d)
+"""
+
+# Tried in a patient loop, never the blocking form: that would hold a snapshot while it waits.
+LOCK = 'SELECT pg_try_advisory_lock(%(key)s)'
+
+# Who has it; and, after a reconnect, whether that one has taken over from us.
+HOLDER = """
+SELECT l.pid, a.application_name, a.client_addr::text, to_char(a.backend_start, 'YYYY-MM-DD HH24:MI:SS TZ'),
+       (SELECT max(epoch) FROM dispatch_stats)
+FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+  AND l.classid::bigint = %(key)s >> 32 AND l.objid::bigint = %(key)s & 4294967295
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+
+# In a transaction of its own after the lock and LISTEN: does the session keep them? Behind a transaction pooler not.
+KEPT = """
+SELECT EXISTS (SELECT FROM pg_locks AS l
+               WHERE l.locktype = 'advisory' AND l.granted AND l.pid = pg_backend_pid()
+                 AND l.classid::bigint = %(key)s >> 32 AND l.objid::bigint = %(key)s & 4294967295)
+       AND EXISTS (SELECT FROM pg_listening_channels() AS c WHERE c = %(channel)s)
+"""
+
+# Once a life, under the lock: fences off every earlier dispatcher. Durable.
+TAKE_OVER = 'UPDATE dispatch_stats SET epoch = epoch + 1 RETURNING epoch, flush'
+# After every reconnect, under the lock: is it still ours?
+EPOCH = 'SELECT epoch, flush FROM dispatch_stats'
+LISTEN = 'LISTEN ' + CHANNEL
+RELAX = 'SET synchronous_commit = off'
+
+# Under the lock, after the sweep, while some stage has room and a reason to look. Sets only rows running that are
+# pending in the very moment, of the stages asked for, never more than the cap. What holds it on the partial index:
+# `stage = ANY (ARRAY[...])` with ORDER BY stage, ingress_id is an order that no other index serves, and the rows are
+# fixed by their place before the update. Rows that somebody moved between two configured stages while we waited
+# for their lock are told by RETURNING.
+CLAIM = """
+UPDATE queue
+SET status = 'running'
+WHERE ctid = ANY (ARRAY(
+    SELECT p.ctid
+    FROM unnest(%(stages)s::text[], %(caps)s::bigint[], %(floors)s::bigint[]) AS s(stage, cap, floor),
+    LATERAL (
+        SELECT q.ctid
+        FROM queue AS q
+        WHERE q.stage = ANY (ARRAY[s.stage])
+          AND q.status = 'pending'
+          AND q.ingress_id >= s.floor
+          AND q.ingress_id <> ALL (%(held)s::bigint[])
+        ORDER BY q.stage, q.ingress_id
+        LIMIT s.cap
+    ) AS p))
+  AND status = 'pending'
+  AND stage = ANY (%(stages)s::text[])
+RETURNING ingress_id, stage
+"""
+# For a while after a claim met a locked row.
+CLAIM_SKIPPING = CLAIM.replace('LIMIT s.cap', 'LIMIT s.cap\n        FOR UPDATE SKIP LOCKED')
+
+# Under the lock, for ids in the outbox. Guard: still running; a row at another stage has advanced and is requeued.
+# Returns the rows as they were found, then as they were written; a row that was found running and not written is
+# locked or was changed by somebody this moment: it is sent again. A row in neither list is gone. Locks in id order.
+SETTLE = """
+WITH found AS MATERIALIZED (
+    SELECT o.id, o.stage AS claimed, o.status AS verdict, o.error, q.stage, q.status,
+           CASE WHEN q.status = 'paused' AND isfinite(q.timeout)
+                THEN least(extract(epoch FROM q.timeout - now())::float8, 1e9) END AS due_s
+    FROM unnest(%(ids)s::bigint[], %(stages)s::text[], %(verdicts)s::text[], %(errors)s::text[])
+         AS o(id, stage, status, error)
+    JOIN queue AS q ON q.ingress_id = o.id
+), written AS (
+    UPDATE queue AS q
+    SET status = CASE WHEN q.stage = f.claimed THEN f.verdict ELSE 'pending' END,
+        state = CASE WHEN f.error IS NULL OR q.stage <> f.claimed THEN q.state
+                     WHEN q.state IS NULL THEN jsonb_build_object('dispatch_error', f.error)
+                     WHEN jsonb_typeof(q.state) = 'object'
+                     THEN q.state || jsonb_build_object('dispatch_error', f.error)
+                     ELSE q.state END
+    FROM found AS f
+    WHERE f.status = 'running' AND q.ingress_id = f.id AND q.status = 'running'
+    RETURNING q.ingress_id, q.status, q.stage
+)
+SELECT id, status, stage, due_s, set_config('synchronous_commit', %(durable)s, true) FROM found
+UNION ALL
+SELECT ingress_id, status, stage, NULL, NULL FROM written
+"""
+# For a while after a settlement met a locked row.
+SETTLE_SKIPPING = SETTLE.replace(
+    'FROM found AS f\n', """FROM (
+        SELECT f.*
+        FROM found AS f
+        JOIN queue AS q ON q.ingress_id = f.id
+        WHERE f.status = 'running'
+        FOR UPDATE OF q SKIP LOCKED
+    ) AS f
+""")
+
+# Under the lock. Flips paused rows that are due; with `sweep` also resets rows running without an owner, which reads
+# the whole table. Skips what is locked and tells how many, to come back. Returns (what, stage, rows, next_due_s).
+REVIVE = """
+WITH lost AS MATERIALIZED (
+    SELECT q.ctid AS place
+    FROM queue AS q
+    WHERE %(sweep)s AND q.status = 'running' AND q.ingress_id <> ALL (%(held)s::bigint[])
+), reset AS (
+    UPDATE queue
+    SET status = 'pending'
+    WHERE ctid = ANY (ARRAY(
+        SELECT q.ctid
+        FROM queue AS q
+        WHERE q.ctid = ANY (ARRAY(SELECT place FROM lost)) AND q.status = 'running'
+        FOR UPDATE SKIP LOCKED))
+      AND status = 'running'
+    RETURNING stage
+), ripe AS MATERIALIZED (
+    SELECT q.ctid AS place
+    FROM queue AS q
+    WHERE q.status = 'paused' AND q.timeout <= now() AND q.ingress_id <> ALL (%(held)s::bigint[])
+    ORDER BY q.timeout
+    LIMIT %(limit)s
+), retried AS (
+    UPDATE queue
+    SET status = 'pending'
+    WHERE ctid = ANY (ARRAY(
+        SELECT q.ctid
+        FROM queue AS q
+        WHERE q.ctid = ANY (ARRAY(SELECT place FROM ripe)) AND q.status = 'paused'
+        FOR UPDATE SKIP LOCKED))
+      AND status = 'paused' AND timeout <= now()
+    RETURNING stage
+)
+SELECT 'reset', stage, count(*), NULL::float8 FROM reset GROUP BY stage
+UNION ALL
+SELECT 'retried', stage, count(*), NULL FROM retried GROUP BY stage
+UNION ALL
+SELECT 'lost', NULL, count(*), NULL FROM lost
+UNION ALL
+SELECT 'ripe', NULL, count(*), NULL FROM ripe
+UNION ALL
+SELECT 'next', NULL, 0, (
+    SELECT least(extract(epoch FROM q.timeout - now())::float8, 1e9)
+    FROM queue AS q
+    WHERE q.status = 'paused' AND q.timeout > now() AND q.timeout < 'infinity'
+      AND q.ingress_id <> ALL (%(held)s::bigint[])
+    ORDER BY q.timeout
+    LIMIT 1)
+"""
+
+# Under the lock. Adds a sealed batch once, however often it is sent: guarded by the epoch and the flush number.
+# Returns the new number, if it was added now, and the epoch and number that were there before.
+FLUSH = """
+WITH fence AS (
+    UPDATE dispatch_stats
+    SET stages = stages + %(total)s, messages = messages + %(messages)s, flush = %(flush)s
+    WHERE epoch = %(epoch)s AND flush < %(flush)s
+    RETURNING flush
+), added AS (
+    INSERT INTO stage_stats AS s (stage, processed, failed, timeouts, crashes, processing_seconds)
+    SELECT a.*
+    FROM unnest(%(stages)s::text[], %(processed)s::bigint[], %(failed)s::bigint[], %(timeouts)s::bigint[],
+                %(crashes)s::bigint[], %(seconds)s::float8[]) AS a
+    WHERE EXISTS (SELECT FROM fence)
+    ON CONFLICT (stage) DO UPDATE
+    SET processed = s.processed + excluded.processed,
+        failed = s.failed + excluded.failed,
+        timeouts = s.timeouts + excluded.timeouts,
+        crashes = s.crashes + excluded.crashes,
+        processing_seconds = s.processing_seconds + excluded.processing_seconds
+)
+SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
+"""
+
+
+# -- decisions: no I/O, no clock, no database, no log ------------------------------------------------------------------
+
+_STATUS = re.compile(rb'(0|[1-9][0-9]{0,2})(?: (.*))?\Z', re.DOTALL)
+_SECONDS = re.compile(r'(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z')
+
+
+def parse_pair(token: bytes) -> Optional[Tuple[str, float]]:
+    """Read STAGE=SECONDS; None if it is no such pair. Seconds are finite decimals >= 0, exponents allowed."""
+    try:
+        stage, equals, number = token.decode('utf-8').rpartition('=')
+    except UnicodeDecodeError:
+        return None
+    if not stage or not stage.isprintable() or not _SECONDS.match(number) or float(number) == math.inf:
+        return None
+    return stage, float(number)
+
+
+def parse_answer(line: bytes) -> Answer:
+    """Read a status line without its newline. Raises Violation if it is none.
+
+    N [id=ID] [STAGE=SECONDS ...] [text], N from 0 to 255; the first token that is no pair begins the text; after 0
+    there is none. Source: the worker protocol.
+    """
+    match = _STATUS.match(line)
+    if not match or int(match.group(1)) > 255:
+        raise Violation('not a status line: ' + show(line))
+    status, rest = int(match.group(1)), match.group(2) or b''
+    if not rest:
+        return Answer(status, None, (), '')
+    ident, fused = None, []
+    token, _, tail = rest.partition(b' ')
+    if token.startswith(b'id='):
+        if not re.match(rb'id=-?[0-9]{1,19}\Z', token):
+            raise Violation('not an id: ' + show(line))
+        ident, rest = int(token[3:]), tail
+    while rest:
+        token, _, tail = rest.partition(b' ')
+        pair = parse_pair(token) if token else None
+        if token and not pair:
+            break
+        if pair:
+            fused.append(pair)
+        rest = tail
+    if status == 0 and rest:
+        raise Violation('text after a success: ' + show(line))
+    return Answer(status, ident, tuple(fused), rest.decode('utf-8', 'replace'))
+
+
+def show(data: bytes) -> str:
+    """Offending bytes for a message: printable, bounded, in quotes."""
+    return "'%s'" % printable(data[:400].decode('utf-8', 'backslashreplace'), 160)
+
+
+class Framing:
+    """Cuts what a worker writes into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b''
+
+    def feed(self, data: bytes) -> Tuple[List[bytes], Optional[bytes]]:
+        """Take bytes in whatever chunks; return the lines that are complete now, without newlines, and the start of
+        a line that is longer than LINE_LIMIT, if one is (nothing after it counts)."""
+        lines = (self._rest + data).split(b'\n')
+        self._rest = lines.pop()
+        for i, line in enumerate(lines):
+            if len(line) > LINE_LIMIT:
+                return lines[:i], line
+        return lines, self._rest if len(self._rest) > LINE_LIMIT else None
+
+
+def describe_exit(status: int) -> str:
+    """Say how a process ended, from its wait status."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = 'signal %d' % number
+        return 'killed by %s%s' % (name, ' (perhaps out of memory)' if number == signal.SIGKILL else '')
+    return 'exited with status %d' % os.WEXITSTATUS(status)
+
+
+def judge(stage: str, ids: Sequence[int], began: bool, doom: Optional[Doom], how: str, spared: bool) -> List[Outcome]:
+    """Say what becomes of the unanswered ids of a dead worker, oldest first.
+
+    `began`: it had begun to read the head of line; `doom`: why we killed it, if we did; `how` it ended; `spared`:
+    nobody is blamed (a stop, a database outage). At most the head fails; all others are released.
+    """
+    outcomes = [Outcome(i, stage, Row.PENDING, ended=False) for i in ids]
+    if not ids or spared:
+        return outcomes
+    if doom:
+        if doom.id == ids[0]:
+            outcomes[0] = Outcome(ids[0], stage, doom.status, doom.error, column=doom.column)
+    elif began:
+        outcomes[0] = Outcome(ids[0], stage, Row.FAILED, 'crash: worker ' + how, column='crashes')
+    return outcomes
+
+
+class Breaker:
+    """Holds a stage off that only dies: CLOSED -> COOLING -> PROBING -> CLOSED or COOLING.
+
+    COOLING claims nothing; when its time is over one worker with one id probes; the first answer closes it. A worker
+    that lived through all that proves nothing about starting others: `spawn_at` stays until a younger one answers.
+    """
+
+    def __init__(self) -> None:
+        self.deaths = 0  # in a row, without an answer between them
+        self.trips = 0  # in a row: the exponent of the delay
+        self.cooling = False
+        self.until = 0.0  # deadline of the cooldown; PROBING after it
+        self.spawn_at = 0.0  # no worker is started before
+        self._opened = 0.0
+
+    def died(self, now: float, blamed: bool, started: bool) -> bool:
+        """A worker died unasked. Returns whether the stage cools down now."""
+        self.deaths += 1
+        if started and self.deaths < DEATHS_IN_A_ROW and not self.cooling:
+            return False
+        return self._open(now, blamed)
+
+    def cannot_start(self, now: float) -> bool:
+        """A worker could not be started. Returns whether the stage cools down now."""
+        return self._open(now, False)
+
+    def _open(self, now: float, blamed: bool) -> bool:
+        if self.cooling and now < self.until:  # others of the same batch: they were started before
+            return False
+        first, blameless, costly = COOLDOWN_S
+        self.until = self.spawn_at = now + min(first * 2 ** min(self.trips, 20), costly if blamed else blameless)
+        self.trips += 1
+        self.cooling = True
+        self._opened = now
+        return True
+
+    def answered(self, born: float) -> None:
+        """A worker that was started at `born` answered."""
+        self.deaths = 0
+        self.cooling = False
+        if born >= self._opened:
+            self.trips = 0
+            self.spawn_at = 0.0
+
+    def closed(self, now: float) -> bool:
+        """Whether the stage may claim at all, if only a probe."""
+        return not self.cooling or now >= self.until
+
+    def probing(self, now: float) -> bool:
+        """Whether one worker with one id is all that may be in flight."""
+        return self.cooling and now >= self.until
+
+
+class Pool:
+    """The bookkeeping of one stage. Calls nobody; every worker in it is a Worker, in order of birth."""
+
+    def __init__(self, config: StageConfig) -> None:
+        self.config = config
+        self.ready: Deque[int] = collections.deque()  # claimed, not handed: ascending
+        self.workers: List[Worker] = []
+        self.breaker = Breaker()
+        self.average_s: Optional[float] = None  # of the latest passes; None: unknown
+        self.looking = True  # there is a reason to look for pending rows
+        self.below = True  # ... and it may lie below `floor`
+        self.floor = FIRST_ID  # nothing below it is to be looked for
+
+    def in_flight(self) -> int:
+        """Ids of this pool that a worker holds."""
+        return sum(len(w.inflight) for w in self.workers)
+
+    def look(self, id: Optional[int] = None) -> None:
+        """Note that a row has become pending; without `id`: that any may have."""
+        self.looking = True
+        if id is None:
+            self.below = True
+        else:
+            self.floor = min(self.floor, id)
+
+    def want(self, room: int) -> Want:
+        """Make its part of a claim; what is noted until the reply counts for the next one."""
+        want = Want(self.config.name, room, FIRST_ID if self.below else self.floor)
+        self.looking = self.below = False
+        self.floor = LAST_ID
+        return want
+
+    def per_worker(self) -> int:
+        """Ids that a new worker may hold at once."""
+        return min(self.config.queue_limit, self.config.max_messages or self.config.queue_limit)
+
+    def room(self, now: float) -> int:
+        """Ids that could be claimed now, beyond those that are ready."""
+        if not self.breaker.closed(now):
+            return 0
+        if self.breaker.probing(now):
+            free = not self.ready and not self.in_flight()
+            return int(free and (len(self.workers) < self.config.parallelism or any(w.room() for w in self.workers)))
+        room = sum(w.room() for w in self.workers) - len(self.ready)
+        if now >= self.breaker.spawn_at:
+            room += max(0, self.config.parallelism - len(self.workers)) * self.per_worker()
+        return max(0, room)
+
+    def worth_claiming(self, now: float) -> int:
+        """The room, if a claim pays now: half of the pool is free, or some worker has run dry; else 0."""
+        room = self.room(now)
+        if 2 * room >= self.config.parallelism * self.config.queue_limit:
+            return room
+        dry = not self.ready and any(w.room() and len(w.inflight) <= 1 for w in self.workers)
+        return room if dry or self.breaker.probing(now) or not self.in_flight() else 0
+
+    def claimed(self, want: Want, ids: Sequence[int]) -> None:
+        """Take the ids of a claim, ascending. It came back full: there may be more above the last one. It came back
+        short: nothing is left to look for, unless something was noted meanwhile."""
+        self.ready.extend(ids)
+        if len(ids) >= want.cap:
+            self.looking = True
+            self.floor = min(self.floor, ids[-1] + 1)
+
+    def quick(self) -> Optional[bool]:
+        """Whether passes are short enough to pack ids behind one another; None: unknown."""
+        if self.average_s is None:
+            return None if self.config.pack_below_s else False
+        return self.average_s < self.config.pack_below_s
+
+    def passed(self, seconds: float, first: bool) -> None:
+        """A pass took `seconds`. The `first` of a worker includes the program's start: it counts only where it is
+        short all the same."""
+        if first and seconds >= self.config.pack_below_s:
+            return
+        old = seconds if self.average_s is None else self.average_s
+        self.average_s = old + AVERAGE_WEIGHT * (seconds - old)
+
+    def choose(self, now: float) -> Tuple[Optional['Worker'], int]:
+        """Say who takes the next of the ready ids, and how many: (worker, n); (None, n): a new worker takes n;
+        (None, 0): nobody now.
+
+        The packing rule: as few workers as cost nobody time. An id goes behind another one only where passes are
+        known to be short and the head of that line is not itself slow; else to an idle or a new worker; when all
+        are busy the shortest line takes it. While the speed is unknown one id shows it, and the others wait for
+        that, PROBE_S at most.
+        """
+        open_workers = [w for w in self.workers if w.room()]
+        quick, below_s = self.quick(), self.config.pack_below_s
+        busy = [w for w in open_workers if w.inflight and w.busy_s(now) < below_s]
+        if quick is None and busy:
+            if any(w.busy_s(now) < min(PROBE_S, below_s) for w in busy):
+                return None, 0
+            quick = True
+        if quick and busy:
+            worker = max(busy, key=lambda w: len(w.inflight))
+            return worker, worker.room()
+        many = self.per_worker() if quick else 1
+        idle = [w for w in open_workers if not w.inflight]
+        if idle:
+            return idle[-1], min(many, idle[-1].room())
+        if len(self.workers) < self.config.parallelism and now >= self.breaker.spawn_at:
+            return None, many
+        if open_workers:
+            return min(open_workers, key=lambda w: len(w.inflight)), 1
+        return None, 0
+
+
+class Outbox:
+    """Outcomes until their commit is confirmed (I2): each is fresh, sent, or deferred."""
+
+    def __init__(self) -> None:
+        self.fresh: Dict[int, Outcome] = {}
+        self.sent: Dict[int, Outcome] = {}
+        self.deferred: Dict[int, Tuple[float, Outcome]] = {}  # id -> (deadline, outcome)
+        self._tries: Dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.fresh) + len(self.sent) + len(self.deferred)
+
+    def ids(self) -> Iterable[int]:
+        """All ids that are held here."""
+        for part in (self.fresh, self.sent, self.deferred):
+            yield from part
+
+    def add(self, outcome: Outcome) -> None:
+        """Take over an id that left its worker."""
+        self.fresh[outcome.id] = outcome
+
+    def take(self, limit: int) -> List[Outcome]:
+        """Move up to `limit` fresh outcomes to the sent ones; return them in id order, as rows are locked."""
+        assert not self.sent, 'one settlement at a time'
+        if len(self.fresh) <= limit:
+            self.sent, self.fresh = self.fresh, {}
+        else:
+            for i in list(self.fresh)[:limit]:
+                self.sent[i] = self.fresh.pop(i)
+        return [self.sent[i] for i in sorted(self.sent)]
+
+    def confirm(self, id: int) -> Outcome:
+        """Give up an id: its commit is known."""
+        self._tries.pop(id, None)
+        return self.sent.pop(id)
+
+    def defer(self, now: float) -> float:
+        """Put off what was sent and not confirmed, longer each time. Returns the deadline of the first."""
+        first, longest = DEFER_S
+        for id, outcome in self.sent.items():
+            tries = self._tries[id] = self._tries.get(id, 0) + 1
+            self.deferred[id] = now + min(first * 2 ** min(tries - 1, 20), longest), outcome
+        self.sent = {}
+        return min((when for when, _ in self.deferred.values()), default=math.inf)
+
+    def due(self, now: float) -> float:
+        """Make deferred outcomes fresh whose time has come. Returns the deadline of the next; infinity: none."""
+        for id in [id for id, (when, _) in self.deferred.items() if when <= now]:
+            self.fresh[id] = self.deferred.pop(id)[1]
+        return min((when for when, _ in self.deferred.values()), default=math.inf)
+
+    def unsent(self) -> None:
+        """What was sent is not known to be committed: it is to be sent again."""
+        self.fresh.update(self.sent)
+        self.sent = {}
+
+    def lost(self) -> None:
+        """The session is lost: everything is to be sent again. A crash whose failure is not known to be written was
+        found during the outage: its message is requeued, not blamed."""
+        self.unsent()
+        self.fresh.update((id, outcome) for id, (_, outcome) in self.deferred.items())
+        self.deferred = {}
+        for id, outcome in self.fresh.items():
+            if outcome.column == 'crashes':
+                self.fresh[id] = Outcome(id, outcome.stage, Row.PENDING, ended=False)
+
+
+COLUMNS = ('processed', 'failed', 'timeouts', 'crashes')
+
+
+class Stats:
+    """Counts what ended. What is flushed is sealed first, so that an unknown commit is repeated unchanged."""
+
+    def __init__(self) -> None:
+        self.flush = 0  # number of the last sealed batch
+        self.sealed: Optional[Dict[str, Any]] = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._stages: Dict[str, List[float]] = {}
+        self._total = 0
+        self._messages = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._total or self._messages or self.sealed)
+
+    def count(self, outcome: Outcome, left: bool) -> None:
+        """Count a settled outcome; `left`: its message has left the pipeline."""
+        self._messages += left
+        if not outcome.ended:
+            return
+        self._total += 1 + len(outcome.fused)
+        if outcome.column:
+            row = self._stages.setdefault(outcome.stage, [0, 0, 0, 0, 0.0])
+            row[COLUMNS.index(outcome.column)] += 1
+            row[4] += outcome.seconds
+        for stage, seconds in outcome.fused:
+            row = self._stages.setdefault(stage, [0, 0, 0, 0, 0.0])
+            row[0] += 1
+            row[4] += seconds
+
+    def seal(self, epoch: int) -> Dict[str, Any]:
+        """Return the parameters of FLUSH: the batch that is sealed, or a new one with all that was counted."""
+        if not self.sealed:
+            self.flush += 1
+            names = sorted(self._stages)
+            columns = list(zip(*(self._stages[name] for name in names))) or [()] * 5
+            self.sealed = dict(zip(COLUMNS + ('seconds',), map(list, columns)), stages=names, total=self._total,
+                               messages=self._messages, flush=self.flush, epoch=epoch)
+            self._clear()
+        return self.sealed
+
+    def flushed(self) -> None:
+        """The sealed batch is in the database."""
+        self.sealed = None
+
+
+# -- timers ------------------------------------------------------------------------------------------------------------
+
+class Timers:
+    """Deadlines by key: setting replaces, cancelling what is not set is no error. A timer that was cancelled or
+    replaced meanwhile does not fire. Dead entries leave the heap lazily, and when they outnumber the living."""
+
+    def __init__(self) -> None:
+        self._when: Dict[Any, float] = {}
+        self._heap: List[Tuple[float, int, Any]] = []
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._when)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._when
+
+    def set(self, key: Any, when: float) -> None:
+        """Fire `key` at the deadline `when`, instead of when it was set for before. Infinity: never."""
+        if self._when.get(key) == when:
+            return
+        if when == math.inf:
+            self._when.pop(key, None)
+            return
+        self._when[key] = when
+        self._number += 1
+        heapq.heappush(self._heap, (when, self._number, key))
+        if len(self._heap) > 2 * len(self._when) + 64:
+            self._heap = [(w, n, k) for w, n, k in self._heap if self._when.get(k) == w]
+            heapq.heapify(self._heap)
+
+    def soonest(self, key: Any, when: float) -> None:
+        """Fire `key` at `when` unless it is set for an earlier deadline."""
+        if when < self._when.get(key, math.inf):
+            self.set(key, when)
+
+    def cancel(self, key: Any) -> None:
+        """Forget `key`."""
+        self._when.pop(key, None)
+
+    def next(self) -> Optional[float]:
+        """The earliest deadline, None if no timer is set."""
+        while self._heap and self._when.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, now: float) -> List[Any]:
+        """Return the keys that are due, in the order of their deadlines; they are no longer set."""
+        due: List[Any] = []
+        while True:
+            when = self.next()
+            if when is None or when > now:
+                return due
+            key = heapq.heappop(self._heap)[2]
+            del self._when[key]
+            due.append(key)
+
+    def pending(self) -> List[Tuple[float, Any]]:
+        """All timers, earliest first."""
+        return sorted(((when, key) for key, when in self._when.items()), key=lambda item: item[0])
+
+
+# -- worker ------------------------------------------------------------------------------------------------------------
+
+try:
+    _prctl: Optional[Callable[[int, int], int]] = ctypes.CDLL(None).prctl
+except (AttributeError, OSError, TypeError):  # not Linux: EOF on stdin has to do
+    _prctl = None
+PR_SET_PDEATHSIG = 1
+
+
+def _become_worker(parent: int) -> None:
+    """Run in the child between fork and exec: default dispositions, empty mask, death with the dispatcher."""
+    signal.set_wakeup_fd(-1)  # the self-pipe is the parent's
+    for number in range(1, signal.NSIG):
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            try:
+                signal.signal(number, signal.SIG_DFL)
+            except (OSError, ValueError):  # numbers that the C library keeps to itself
+                pass
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    if _prctl:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+
+class Child:
+    """One child process and our ends of its pipes; closed by close(), once."""
+
+    def __init__(self, argv: Sequence[str], environ: Dict[str, str]) -> None:
+        """Start it. Raises OSError, and leaves nothing behind then."""
+        fds: List[int] = []
+        try:
+            fds += os.pipe()
+            fds += os.pipe()
+            theirs_in, ours_in, ours_out, theirs_out = fds
+            os.set_blocking(ours_in, False)
+            os.set_blocking(ours_out, False)
+            parent = os.getpid()
+            self._process = subprocess.Popen(
+                argv, stdin=theirs_in, stdout=theirs_out, env=environ, close_fds=True, start_new_session=True,
+                preexec_fn=lambda: _become_worker(parent))
+        except subprocess.SubprocessError as e:
+            for fd in fds:
+                os.close(fd)
+            raise OSError(0, str(e)) from None
+        except (OSError, ValueError):
+            for fd in fds:
+                os.close(fd)
+            raise
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.pid = self._process.pid
+        self.stdin: Optional[int] = ours_in
+        self.stdout: Optional[int] = ours_out
+
+    def read(self) -> Optional[bytes]:
+        """One bounded read: bytes, b'' at end of file, None if there is nothing now. Does not block."""
+        if self.stdout is None:
+            return b''
+        try:
+            return os.read(self.stdout, READ_SIZE)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            return b''
+
+    def write(self, data: bytes) -> int:
+        """Write what fits now and return how many bytes that was. A broken pipe takes everything: the exit status
+        of the worker, not its pipe, tells what happened. Does not block."""
+        if self.stdin is None:
+            return len(data)
+        try:
+            return os.write(self.stdin, data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            return len(data)
+
+    def unread(self) -> int:
+        """Bytes in its stdin pipe that it has not read; 0 where the system cannot tell."""
+        if self.stdin is None:
+            return 0
+        try:
+            return struct.unpack('i', fcntl.ioctl(self.stdin, termios.FIONREAD, b'\0\0\0\0'))[0]
+        except OSError:
+            return 0
+
+    def signal(self, number: int, group: bool = False) -> None:
+        """Send a signal to the process, or to its group. Not called after reap (I7)."""
+        try:
+            (os.killpg if group else os.kill)(self.pid, number)
+        except (ProcessLookupError, PermissionError):  # all zombies; a program that changed its user
+            pass
+
+    def reap(self) -> int:
+        """Kill what is left of the group of a process that has ended, then take its wait status (I7)."""
+        self.signal(signal.SIGKILL, group=True)
+        status = os.waitpid(self.pid, 0)[1]
+        self._process.returncode = 0  # it must not look for the status itself
+        return status
+
+    def close_stdin(self) -> None:
+        """Give it end of file."""
+        fd, self.stdin = self.stdin, None
+        if fd is not None:
+            os.close(fd)
+
+    def close_stdout(self) -> None:
+        """Stop listening to it."""
+        fd, self.stdout = self.stdout, None
+        if fd is not None:
+            os.close(fd)
+
+
+class Worker:
+    """What one worker holds and in which state it is. Takes the clock from its caller.
+
+    | state   | hand | answers count | leaves the state when |
+    |---------|------|---------------|-----------------------|
+    | SERVING | yes  | yes           | retired, recycled, told to stop -> LEAVING; watchdog, violation -> KILLED |
+    | LEAVING | no   | yes           | reaped -> GONE; grace over, violation -> KILLED |
+    | KILLED  | no   | those in time | reaped -> GONE |
+    | GONE    | no   | no            | |
+    """
+
+    def __init__(self, pool: Pool, child: Any, now: float) -> None:
+        self.pool = pool
+        self.child = child
+        self.pid: int = child.pid
+        self.state = WorkerState.SERVING
+        self.inflight: Deque[int] = collections.deque()  # unanswered ids, the head of line first
+        self.doom: Optional[Doom] = None  # why we killed it
+        self.born = now
+        self.head_since = now  # when the head of line became it
+        self.idle_since = now
+        self.handed = 0  # ids in its life
+        self.answers = 0
+        self.eof = False  # it closed its stdout
+        self.pending = b''  # not yet taken by its stdin pipe
+        self._framing = Framing()
+        self._trusted = True  # I3
+        self._reading_since: Optional[float] = None  # when it was first seen to have read something
+
+    def alive(self) -> bool:
+        """Whether it is neither killed nor gone."""
+        return self.state in (WorkerState.SERVING, WorkerState.LEAVING)
+
+    def room(self) -> int:
+        """Ids that it could take now."""
+        if self.state is not WorkerState.SERVING:
+            return 0
+        config = self.pool.config
+        room = config.queue_limit - len(self.inflight)
+        return min(room, config.max_messages - self.handed) if config.max_messages else room
+
+    def busy_s(self, now: float) -> float:
+        """How long the head of line has been at work, as far as we know; a worker that is starting up works on
+        nothing yet, for START_S at most."""
+        if self.answers or now - self.born > START_S:
+            return now - self.head_since
+        return now - self._reading_since if self._reading_since is not None else 0.0
+
+    def watch_start(self, now: float) -> None:
+        """Look whether a new worker has begun to read."""
+        if self.answers == 0 and self._reading_since is None and self.inflight and self.began():
+            self._reading_since = now
+
+    def hand(self, ids: Sequence[int], now: float) -> None:
+        """Give it ids, not more than room(); flush() writes them all at once."""
+        assert 0 < len(ids) <= self.room(), 'worker %d has no room' % self.pid
+        if not self.inflight:
+            self.head_since = now
+        self.inflight.extend(ids)
+        self.handed += len(ids)
+        self.pending += b''.join([b'%d\n' % i for i in ids])
+
+    def flush(self) -> bool:
+        """Write what its pipe takes now. Returns whether nothing is left."""
+        if self.pending:
+            self.pending = self.pending[self.child.write(self.pending):]
+        return not self.pending
+
+    def receive(self, limit: int = READ_SIZE) -> Tuple[List[bytes], Optional[str]]:
+        """Read up to `limit` bytes (rounded up to whole reads); return complete lines and what is wrong, if
+        anything is. Lines come before the wrong."""
+        lines, wrong = [], None  # type: List[bytes], Optional[str]
+        while limit > 0 and not self.eof and self._trusted:
+            data = self.child.read()
+            if data is None:
+                break
+            self.eof = data == b''
+            limit -= READ_SIZE
+            more, overlong = self._framing.feed(data)
+            lines += more
+            if overlong is not None:
+                self._trusted = False
+                wrong = 'a line of more than %d bytes: %s' % (LINE_LIMIT, show(overlong))
+        return lines, wrong
+
+    def answer(self, line: bytes, now: float) -> Tuple[int, Answer, float]:
+        """Take a line as the answer of the head of line. Returns its id, the answer and the seconds it took.
+
+        Raises Violation (I3) if it is no answer to that id; then nothing has changed, but nothing more is believed.
+        """
+        if not self._trusted:
+            raise Violation('after a violation: ' + show(line))
+        self._trusted = False
+        answer = parse_answer(line)
+        if not self.inflight:
+            raise Violation('an answer to nothing: ' + show(line))
+        if answer.id is not None and answer.id != self.inflight[0]:
+            raise Violation('the wrong id, %d is at the head of line: %s' % (self.inflight[0], show(line)))
+        self._trusted = True
+        seconds = now - self.head_since
+        self.answers += 1
+        self.head_since = self.idle_since = now
+        return self.inflight.popleft(), answer, seconds
+
+    def began(self) -> bool:
+        """Whether it has begun to read the head of line: less is unread than all that is unanswered."""
+        unread = self.child.unread() + len(self.pending)
+        return unread < sum(len(b'%d\n' % i) for i in self.inflight)
+
+    def leave(self) -> None:
+        """Close its stdin: it is to finish what it has read, then to exit."""
+        self.state = WorkerState.LEAVING
+        self.pending = b''
+        self.child.close_stdin()
+
+    def kill(self, doom: Optional[Doom]) -> None:
+        """Kill its group at once; `doom` says why and who answers for it, if it was not to be killed anyway."""
+        if self.doom is None:
+            self.doom = doom
+        self.state = WorkerState.KILLED
+        self.child.signal(signal.SIGKILL, group=True)
+
+    def bury(self) -> int:
+        """Take the exit status of a process that has ended. Its stdout may still be read."""
+        self.state = WorkerState.GONE
+        return self.child.reap()
+
+
+# -- queue: the database session ---------------------------------------------------------------------------------------
+
+class Statement(NamedTuple):
+    """What an operation yields: SQL, its parameters, and the server's time limit for it."""
+    sql: str
+    params: Dict[str, Any] = {}
+    timeout_s: float = STATEMENT_TIMEOUT_S
+
+
+class Pause(NamedTuple):
+    """What an operation yields to go on later."""
+    seconds: float
+
+
+class Reply(NamedTuple):
+    """Fact: an operation has ended. `error` None: it is committed; else it is not, and the session lives."""
+    name: str
+    value: Any
+    error: Optional[Exception]
+
+
+class Lost(NamedTuple):
+    """Fact: there is no session any more, or the try to get one has failed. Whatever was under way is unknown."""
+    reason: str
+
+
+class Waiting(NamedTuple):
+    """Fact: somebody else holds the lock."""
+    holder: str
+
+
+class Taken(NamedTuple):
+    """Fact: the session is ready, the lock is ours."""
+    system: str  # tells this database from others
+    epoch: int
+    flush: int
+
+
+class Replaced(NamedTuple):
+    """Fact: another dispatcher has taken over since our last session."""
+    epoch: int
+
+
+class _Bell:
+    """Stands in for the list of notifications: remembers only that there was one, however many come."""
+
+    def __init__(self) -> None:
+        self.rung = False
+
+    def append(self, notify: Any) -> None:
+        self.rung = True
+
+
+RETRIABLE = frozenset(['40001', '40P01'])  # serialization failure, deadlock
+LOCKED = '55P03'  # lock_timeout
+MISSING = frozenset(['42P01', '42703', '42501', '3F000', '42883', '42804', '42846', '42809'])
+
+Operation = Generator[Any, Any, Any]
+
+
+def complaint(e: BaseException) -> str:
+    """The first line of an error, for the log; connection strings and passwords are not part of libpq's."""
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    return printable(lines[0] if lines else type(e).__name__, 300)
+
+
+class Queue:
+    """The one database session, asynchronous: the only user of psycopg2. At most one operation at a time.
+
+    Every statement has a deadline here that lies behind the server's own. Whatever goes wrong becomes a fact: no
+    method raises because of the database.
+    """
+
+    def __init__(self, dsn: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._dsn = dsn
+        self._clock = clock
+        self._conn: Any = None
+        self._cursor: Any = None
+        self._bell = _Bell()
+        self._name = ''  # of the operation under way
+        self._task: Optional[Operation] = None
+        self._statement: Optional[Statement] = None  # sent, not replied
+        self._repeats = 0
+        self._waiting: Optional[Waiting] = None
+        self._durable = 'on'  # what synchronous_commit is here
+        self._timeout_s = STATEMENT_TIMEOUT_S  # as the session has it
+        self._failures = 0  # in a row, of getting a session
+        self._skip_until = -math.inf  # claims skip locked rows until then
+        self.link = Link.AWAY
+        self.epoch: Optional[int] = None  # ours, once taken over
+        self.deadline = 0.0  # when tick() is to be called next; infinity: not
+        self.fd: Optional[int] = None  # for the selector; changes while connecting
+        self.writing = False  # the selector is to wait for room, too
+        self.statements = 0
+
+    # life-cycle
+
+    def tick(self) -> List[Any]:
+        """Do what is due at the deadline: connect, repeat a statement, or give up on a silent server."""
+        if self._clock() < self.deadline:
+            return []
+        if self.link is Link.AWAY:
+            return self._connect()
+        if self._cursor is None:
+            return self._lose('no connection within %s' % brief(CONNECT_TIMEOUT_S))
+        if self._statement is None:
+            return self._resume(None)  # a pause is over
+        if not self._conn.isexecuting():
+            return self._send(self._statement)  # once more
+        return self._lose('no reply within %s' % brief(self._statement.timeout_s + REPLY_MARGIN_S))
+
+    def close(self) -> None:
+        """End the session without waiting for anything."""
+        self._drop()
+        self.deadline = math.inf
+
+    def busy(self) -> bool:
+        """Whether no operation can be started now."""
+        return self.link is not Link.READY or self._task is not None
+
+    def rung(self) -> bool:
+        """Take the notice that somebody sent a NOTIFY."""
+        rung, self._bell.rung = self._bell.rung, False
+        return rung
+
+    # operations: the reply is a fact of a later turn
+
+    def claim(self, wants: Sequence[Want], held: Sequence[int]) -> List[Any]:
+        """Set pending rows running; the value of the reply is a list of (id, stage), in no order."""
+        return self._start('claim', self._claiming(
+            {'stages': [w.stage for w in wants], 'caps': [w.cap for w in wants], 'floors': [w.floor for w in wants],
+             'held': list(held)}))
+
+    def settle(self, outcomes: Sequence[Outcome]) -> List[Any]:
+        """Write outcomes; the value of the reply is a list of Settled, for those whose commit is sure."""
+        return self._start('settle', self._settling(outcomes))
+
+    def revive(self, held: Sequence[int], sweep: bool) -> List[Any]:
+        """Retry paused rows that are due and, with `sweep`, reset rows without an owner; the value of the reply is a
+        list of (what, stage, rows, next_due_s), as REVIVE says."""
+        return self._start('revive', self._single(Statement(
+            REVIVE, {'held': list(held), 'sweep': sweep, 'limit': RETRY_LIMIT},
+            SWEEP_TIMEOUT_S if sweep else STATEMENT_TIMEOUT_S)))
+
+    def flush(self, batch: Dict[str, Any]) -> List[Any]:
+        """Add a sealed batch of statistics once; the value of the reply is what FLUSH says."""
+        return self._start('flush', self._single(Statement(FLUSH, batch)))
+
+    def _single(self, statement: Statement) -> Operation:
+        return (yield statement)
+
+    def _claiming(self, params: Dict[str, Any]) -> Operation:
+        if self._clock() >= self._skip_until:
+            try:
+                return (yield Statement(CLAIM, params))
+            except psycopg2.Error as e:
+                if e.pgcode != LOCKED:
+                    raise
+            self._skip_until = self._clock() + SKIP_LOCKED_S
+        return (yield Statement(CLAIM_SKIPPING, params))
+
+    def _settling(self, outcomes: Sequence[Outcome]) -> Operation:
+        try:
+            return (yield from self._settle(outcomes))
+        except (psycopg2.DataError, psycopg2.IntegrityError, psycopg2.InternalError, psycopg2.ProgrammingError,
+                ValueError) as e:
+            if len(outcomes) == 1 or getattr(e, 'pgcode', None) in MISSING:
+                raise
+        settled: List[Settled] = []
+        for outcome in outcomes:  # a trigger, a bad value: only that one stays behind
+            try:
+                settled += yield from self._settle([outcome])
+            except (psycopg2.Error, ValueError) as e:
+                log.warning('cannot write the outcome of %d stage=%s: %s; trying again later',
+                            outcome.id, quoted(outcome.stage), complaint(e))
+        return settled
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> Operation:
+        lasting = any(o.column != 'processed' and o.status is not Row.PENDING for o in outcomes)
+        params = {'ids': [o.id for o in outcomes], 'stages': [o.stage for o in outcomes],
+                  'verdicts': [o.status.value for o in outcomes], 'errors': [o.error for o in outcomes],
+                  'durable': self._durable if lasting else 'off'}
+        rows = None
+        if self._clock() >= self._skip_until:
+            try:
+                rows = yield Statement(SETTLE, params)
+            except psycopg2.Error as e:
+                if e.pgcode != LOCKED:
+                    raise
+                self._skip_until = self._clock() + SKIP_LOCKED_S
+        if rows is None:
+            rows = yield Statement(SETTLE_SKIPPING, params)
+        now: Dict[int, Settled] = {}
+        for id, status, stage, due_s, found in rows:  # first as found, then as written
+            now[id] = Settled(id, status, stage, due_s, found is None)
+        return [now.get(o.id, Settled(o.id, None, None, None, False)) for o in outcomes
+                if o.id not in now or now[o.id].status != Row.RUNNING.value]
+
+    # connecting
+
+    def _connect(self) -> List[Any]:
+        options = {'application_name': ('pepsi-dispatch %d@%s' % (os.getpid(), socket.gethostname()))[:63],
+                   'client_encoding': 'UTF8', 'keepalives': 1, 'keepalives_idle': 10, 'keepalives_interval': 5,
+                   'keepalives_count': 3}  # type: Dict[str, Any]
+        if psycopg2.extensions.libpq_version() >= 120000:
+            options['tcp_user_timeout'] = 15000
+        try:
+            options.update(psycopg2.extensions.parse_dsn(self._dsn))
+            self._conn = psycopg2.connect(async_=1, **options)
+        except psycopg2.Error as e:
+            return self._lose(complaint(e))
+        self._conn.notifies = self._bell
+        self.link = Link.OPENING
+        self._name, self._task, self._statement = 'open', self._opening(), None
+        self.deadline = self._clock() + CONNECT_TIMEOUT_S
+        return self.receive()
+
+    def _opening(self) -> Operation:
+        """From a connection to a session that may work. The order matters: lock, epoch, LISTEN, then whatever the
+        dispatcher looks for."""
+        yield Statement(SETTINGS, {'names': list(SESSION), 'values': list(SESSION.values())})
+        [(recovering, read_only, self._durable, system)] = yield Statement(CONDITION)
+        if recovering or read_only:
+            raise Unusable('the server is in recovery' if recovering else 'the database is read-only')
+        if self.epoch is None:
+            [(_, _, rows)] = yield Statement(TABLES)
+            if rows != 1:
+                raise Failure(EXIT_CONFIG, 'dispatch_stats has %d rows instead of one; run pepsi-dispatch init' % rows)
+        while not (yield Statement(LOCK, {'key': LOCK_KEY}))[0][0]:
+            holders = yield Statement(HOLDER, {'key': LOCK_KEY})
+            if holders and self.epoch is not None and holders[0][4] != self.epoch:
+                return Replaced(holders[0][4])
+            if holders:
+                pid, name, address, since, _ = holders[0]
+                self._waiting = Waiting('%s, server process %d, from %s, since %s'
+                                        % (printable(name or 'a session'), pid, address or 'this host', since))
+            yield Pause(LOCK_POLL_S)
+        if self.epoch is None:
+            [(epoch, flush)] = yield Statement(TAKE_OVER)
+            self.epoch = epoch
+        else:
+            [(epoch, flush)] = yield Statement(EPOCH)
+            if epoch != self.epoch:
+                return Replaced(epoch)
+        yield Statement(RELAX)
+        yield Statement(LISTEN)
+        [(kept,)] = yield Statement(KEPT, {'key': LOCK_KEY, 'channel': CHANNEL})
+        if not kept:
+            raise Failure(EXIT_CONFIG, 'the session does not keep its lock or LISTEN: is there a transaction pooler '
+                                       'in between? DATABASE must lead to the server itself or to a session pool')
+        return Taken(system, epoch, flush)
+
+    # the machine below
+
+    def receive(self) -> List[Any]:
+        """Read what the server sent, one bounded step. Returns facts."""
+        if self._conn is None:
+            return []
+        try:
+            state = self._conn.poll()
+        except (psycopg2.Error, psycopg2.Warning, ValueError) as e:
+            return self._failed(e)
+        self.writing = state == psycopg2.extensions.POLL_WRITE
+        try:
+            self.fd = self._conn.fileno()
+        except psycopg2.Error as e:
+            return self._failed(e)
+        if state != psycopg2.extensions.POLL_OK:
+            return []
+        if self.link is Link.OPENING and self._cursor is None:
+            self._cursor = self._conn.cursor()
+            return self._resume(None)
+        if self._statement is None:
+            return []
+        try:
+            rows = self._cursor.fetchall() if self._cursor.description else []
+        except (psycopg2.Error, ValueError) as e:
+            return self._failed(e)
+        self._statement = None
+        return self._resume(rows)
+
+    def _start(self, name: str, task: Operation) -> List[Any]:
+        assert not self.busy(), 'one operation at a time'
+        self._name, self._task = name, task
+        return self._resume(None)
+
+    def _resume(self, value: Any, error: Optional[Exception] = None) -> List[Any]:
+        """Go on with the operation, with a reply or an error, to its next statement or its end."""
+        task = self._task
+        assert task is not None
+        self._waiting = None
+        try:
+            step = task.send(value) if error is None else task.throw(error)
+        except StopIteration as end:
+            return self._ended(end.value)
+        except Failure as e:
+            return [e]
+        except Unusable as e:
+            return self._lose(str(e))
+        except (psycopg2.Error, ValueError) as e:
+            if self.link is Link.OPENING:
+                return self._refused(e)
+            self._task = None
+            self.deadline = math.inf
+            return [Reply(self._name, None, e)]
+        if isinstance(step, Pause):
+            self.deadline = self._clock() + step.seconds
+            return [self._waiting] if self._waiting else []
+        self._repeats = 0
+        return self._send(step)
+
+    def _ended(self, value: Any) -> List[Any]:
+        self._task = None
+        self.deadline = math.inf
+        if self.link is not Link.OPENING:
+            return [Reply(self._name, value, None)]
+        if isinstance(value, Taken):
+            self.link = Link.READY
+            self._failures = 0
+        return [value]
+
+    def _refused(self, e: Exception) -> List[Any]:
+        """A statement of opening failed: at start missing tables end the program, all else is waited for."""
+        if self.epoch is None and getattr(e, 'pgcode', None) in MISSING:
+            return [Failure(EXIT_CONFIG, 'the tables are missing or unusable: %s; run pepsi-dispatch init'
+                            % complaint(e))]
+        return self._lose(complaint(e))
+
+    def _send(self, statement: Statement) -> List[Any]:
+        sql = statement.sql
+        if statement.timeout_s != self._timeout_s:  # two statements at once: the reply is that of the last
+            sql = "SET statement_timeout = '%dms';" % (statement.timeout_s * 1000) + sql
+            self._timeout_s = statement.timeout_s
+        self._statement = statement
+        self.statements += 1
+        self.deadline = self._clock() + statement.timeout_s + REPLY_MARGIN_S
+        try:
+            self._cursor.execute(sql, statement.params or None)
+        except (psycopg2.Error, ValueError) as e:
+            return self._failed(e)
+        log.debug('sent %s', self._name)
+        return []
+
+    def _failed(self, e: Exception) -> List[Any]:
+        """A poll or a statement raised. A lost connection often carries no SQLSTATE: `closed` and the class tell."""
+        if self._conn is None or self._conn.closed or self._statement is None or isinstance(
+                e, psycopg2.InterfaceError) or (isinstance(e, psycopg2.OperationalError) and e.pgcode is None):
+            return self._lose(complaint(e))
+        statement = self._statement
+        if getattr(e, 'pgcode', None) in RETRIABLE and self._repeats < REPEATS:
+            self._repeats += 1
+            self.deadline = self._clock() + random.uniform(0.005, 0.02) * 2 ** self._repeats
+            return []  # tick() sends it again
+        if statement.timeout_s != STATEMENT_TIMEOUT_S:
+            self._timeout_s = -1.0  # whether SET was undone depends on when it failed
+        self._statement = None
+        return self._resume(None, e)
+
+    def _lose(self, reason: str) -> List[Any]:
+        """Drop the session; the next try follows after a growing, capped delay with jitter."""
+        first, longest = RECONNECT_S
+        self._drop()
+        delay_s = min(first * 2 ** min(self._failures, 20), longest) * random.uniform(0.75, 1.0)
+        self._failures += 1
+        self.deadline = self._clock() + delay_s
+        return [Lost(reason)]
+
+    def _drop(self) -> None:
+        """Forget the connection. Closes our side only: the server finds out by itself."""
+        conn, self._conn, self._cursor, self._statement = self._conn, None, None, None
+        task, self._task = self._task, None
+        self.link, self.fd, self.writing, self._timeout_s = Link.AWAY, None, False, STATEMENT_TIMEOUT_S
+        if task is not None:
+            task.close()
+        if conn is not None:
+            try:
+                conn.close()
+            except psycopg2.Error:
+                pass
+
+
+# -- dispatcher --------------------------------------------------------------------------------------------------------
+
+class Signals:
+    """The self-pipe. Handlers do nothing but remember the number; the C level writes the byte that wakes select()."""
+
+    CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._caught: Set[int] = set()
+        self._before = {number: signal.signal(number, self._note) for number in self.CAUGHT}
+        quiet: Dict[str, Any] = {'warn_on_full_buffer': False} if sys.version_info >= (3, 7) else {}
+        self._wakeup = signal.set_wakeup_fd(self._write, **quiet)
+        self.fd: int = self._read
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._caught.add(number)
+
+    def take(self) -> Set[int]:
+        """Empty the pipe and return the numbers that came since the last time."""
+        try:
+            while len(os.read(self._read, READ_SIZE)) == READ_SIZE:
+                pass
+        except (BlockingIOError, InterruptedError):
+            pass
+        caught, self._caught = self._caught, set()
+        return caught
+
+    def close(self) -> None:
+        """Put back what was there before."""
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._read)
+        os.close(self._write)
+
+
+def ended_children() -> Iterable[int]:
+    """Yield the pids of children that have ended and wait to be reaped, until the caller has reaped all of them."""
+    while True:
+        try:
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if info is None:
+            return
+        yield info.si_pid
+
+
+def find_survivors(system: str, epoch: int) -> List[int]:
+    """Return the pids of living processes on this host that belong to workers of another epoch of this system.
+
+    Their environment tells, so grandchildren behind a wrapper are found, too. Linux; elsewhere EOF ends them.
+    """
+    ours, mine = b'PEPSI_SYSTEM=' + system.encode(), b'PEPSI_EPOCH=%d' % epoch
+    found = []
+    for name in os.listdir('/proc') if os.path.isdir('/proc/self') else []:
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                with open('/proc/%s/environ' % name, 'rb') as f:
+                    environ = f.read().split(b'\0')
+            except OSError:  # it has ended, or is somebody else's
+                continue
+            if ours in environ and mine not in environ:
+                found.append(int(name))
+    return found
+
+
+class Heard(NamedTuple):
+    """Fact: a worker wrote complete lines, and what is wrong with what follows them, if anything is."""
+    worker: Worker
+    lines: List[bytes]
+    wrong: Optional[str]
+
+
+class Died(NamedTuple):
+    """Fact: a worker has ended and is reaped; `lines` is the last that it wrote."""
+    worker: Worker
+    status: int
+    lines: List[bytes]
+    wrong: Optional[str]
+
+
+class Signalled(NamedTuple):
+    """Fact: a signal came."""
+    number: int
+
+
+class Dispatcher:
+    """Moves facts to decisions and commands to owners, one turn after the other. The order of a turn is in the
+    design note; nothing that is created after *receive* is looked at before the next turn."""
+
+    def __init__(self, config: Config, queue: Any, signals: Any, wait_for_lock: bool = True,
+                 start_child: Callable[..., Any] = Child, clock: Callable[[], float] = time.monotonic,
+                 selector: Any = None, ended: Callable[[], Iterable[int]] = ended_children,
+                 survivors: Callable[[str, int], List[int]] = find_survivors) -> None:
+        self.config = config
+        self.queue = queue
+        self.signals = signals
+        self.pools = {name: Pool(stage) for name, stage in config.stages.items()}
+        self.workers: Dict[int, Worker] = {}  # by pid, until they are reaped
+        self.outbox = Outbox()
+        self.stats = Stats()
+        self.timers = Timers()
+        self.phase = Phase.SERVING
+        self.exit_code = EXIT_OK
+        self.inbox: List[Any] = []
+        self.now = clock()  # of this turn
+        self._clock = clock
+        self._selector = selector or selectors.DefaultSelector()
+        self._start_child = start_child
+        self._ended = ended
+        self._survivors = survivors
+        self._wait_for_lock = wait_for_lock
+        self._system = ''
+        self._alone = False  # no worker of an earlier dispatcher lives on this host
+        self._swept = False  # rows without an owner were reset on this session
+        self._revive = False  # a retry is wanted
+        self._sweep = False  # ... with a sweep
+        self._flush = False  # statistics are to be written
+        self._claim_next = False  # settlements and claims take turns
+        self._resting: Set[int] = set()  # ids that re-enter their own stage, for RETRY_GAP_S
+        self._wants: List[Want] = []  # of the claim under way
+        self._empty_claims = 0  # in a row
+        self._failures = 0  # of statements, in a row
+        self._trouble = ''  # what the log says is wrong with the database now
+        self._trouble_since = 0.0
+        self._holder = ''
+        self._revived_at = self._flushed_at = self._asked_at = self.now
+        self._sweep_at = 0.0  # when the next sweep at a heartbeat is due
+        self._strangers: Any = collections.Counter()  # rows that went to stages that are not configured
+        self._queue_fd: Optional[Tuple[int, bool]] = None
+        self._facts = {Heard: self._heard, Died: self._died, Signalled: self._signalled, Reply: self._replied,
+                       Lost: self._lost, Waiting: self._waiting, Taken: self._taken, Replaced: self._replaced,
+                       Failure: self._failed}  # type: Dict[type, Callable[[Any], None]]
+        self._replies = {'claim': self._claimed, 'settle': self._settled, 'revive': self._revived,
+                         'flush': self._flushed}  # type: Dict[str, Callable[[Any], None]]
+        self._due = {'watchdog': self._watchdog, 'idle': self._idle, 'grace': self._grace, 'eof': self._end_of_file,
+                     'cooldown': self._cooled, 'rest': self._rested}  # type: Dict[str, Callable[[Any], None]]
+        self._selector.register(signals.fd, selectors.EVENT_READ, signals)
+        self.timers.set('heartbeat', self.now + config.poll_interval_s)
+
+    # the loop
+
+    def run(self) -> int:
+        """Turn until stopped. Returns the exit code; leaves no child, whatever happens."""
+        log.info('started pepsi-dispatch %s pid=%d stages=%d workers<=%d', __version__, os.getpid(), len(self.pools),
+                 sum(p.config.parallelism for p in self.pools.values()))
+        try:
+            while self.phase is not Phase.STOPPED:
+                self.turn()
+        finally:
+            self.close()
+        log.info('stopped pepsi-dispatch pid=%d exit=%d', os.getpid(), self.exit_code)
+        return self.exit_code
+
+    def turn(self) -> None:
+        """Do one turn of the loop."""
+        events = self.wait()
+        self.receive(events)
+        self.digest()
+        self.hand()
+        self.ask()
+        self.maintain()
+
+    def wait(self) -> List[Any]:
+        """Sleep until something happens or the next deadline; read the clock. The only place that does either."""
+        when = self.queue.deadline
+        following = self.timers.next()
+        if following is not None and following < when:
+            when = following
+        timeout_s = min(max(0.0, when - self._clock()), LONGEST_WAIT_S)
+        events = self._selector.select(0 if self.inbox else timeout_s)
+        self.now = self._clock()
+        return events
+
+    def receive(self, events: Iterable[Tuple[Any, int]]) -> None:
+        """Do the reading and the writing that is possible now; put what came into the inbox."""
+        readable = False
+        for key, _ in events:
+            owner = key.data
+            if owner is self.queue:
+                readable = True
+            elif owner is self.signals:
+                self.inbox.extend(Signalled(number) for number in sorted(owner.take()))
+            elif key.fd == owner.child.stdout:
+                self.inbox.append(Heard(owner, *owner.receive()))
+            elif owner.flush():
+                self._unwatch(key.fd)
+        if readable or self.now >= self.queue.deadline:  # I4: a reply that is here beats its deadline
+            self._from_queue(self.queue.receive())
+            self._from_queue(self.queue.tick())
+        for pid in self._ended():
+            worker = self.workers.get(pid)
+            if worker is None:  # adopted: we may be process 1
+                os.waitpid(pid, 0)
+                continue
+            status = worker.bury()
+            self.inbox.append(Died(worker, status, *worker.receive(DRAIN_LIMIT)))
+
+    def digest(self) -> None:
+        """Turn facts into outcomes and wishes, then serve the timers that are due."""
+        inbox, self.inbox = self.inbox, []
+        for fact in inbox:
+            self._facts[type(fact)](fact)
+        if self.queue.rung():
+            for pool in self.pools.values():
+                pool.look()
+            self._revive = True
+        for key in self.timers.take(self.now):
+            if isinstance(key, tuple):
+                self._due[key[0]](key[1])
+            else:
+                getattr(self, '_on_' + key)()
+
+    def _from_queue(self, facts: List[Any]) -> None:
+        """Take facts of the queue, and have the selector follow its descriptor, which changes while it connects."""
+        self.inbox.extend(facts)
+        fd = self.queue.fd
+        wanted = None if fd is None else (fd, self.queue.writing)
+        if wanted != self._queue_fd or self.queue.link is Link.OPENING:
+            if self._queue_fd is not None:
+                self._selector.unregister(self._queue_fd[0])
+            if wanted is not None:
+                self._selector.register(fd, selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted[1] else 0),
+                                        self.queue)
+            self._queue_fd = wanted
+
+    # facts: workers
+
+    def _heard(self, fact: Heard) -> None:
+        worker = fact.worker
+        self._take_answers(worker, fact.lines, fact.wrong)
+        if worker.eof:
+            self._unwatch(worker.child.stdout)
+            if worker.alive():
+                self.timers.soonest(('eof', worker.pid), self.now + EOF_GRACE_S)
+
+    def _take_answers(self, worker: Worker, lines: List[bytes], wrong: Optional[str]) -> None:
+        """Match lines to ids (I3); the first that is no answer, or what is `wrong` after them, dooms the worker."""
+        try:
+            for line in lines:
+                self._take_answer(worker, *worker.answer(line, self.now))
+            if wrong:
+                raise Violation(wrong)
+        except Violation as e:
+            self._doom(worker, Row.FAILED, 'protocol: %s' % e, None)
+        if not worker.inflight and worker.state is WorkerState.SERVING:
+            config = worker.pool.config
+            if config.max_messages and worker.handed >= config.max_messages:
+                log.debug('recycling worker %d stage=%s after %d messages', worker.pid, quoted(config.name),
+                          worker.handed)
+                self._let_go(worker)
+            else:
+                self.timers.soonest(('idle', worker.pid), worker.idle_since + config.worker_idle_timeout_s)
+
+    def _take_answer(self, worker: Worker, id: int, answer: Answer, seconds: float) -> None:
+        pool = worker.pool
+        pool.passed(seconds, worker.answers == 1)
+        if pool.breaker.cooling:
+            self.timers.cancel(('cooldown', pool.config.name))
+            log.info('resumed stage=%s: worker %d answered', quoted(pool.config.name), worker.pid)
+            pool.look()
+        pool.breaker.answered(worker.born)
+        own_s = max(0.0, seconds - sum(s for _, s in answer.fused)) if answer.fused else seconds
+        if answer.status:
+            error = one_line('status: %d %s' % (answer.status, answer.text))
+            outcome = Outcome(id, pool.config.name, Row.FAILED, error, True, 'failed', own_s, answer.fused)
+        else:  # what stands here becomes true only if the row says that the worker did nothing
+            outcome = Outcome(id, pool.config.name, Row.FAILED, UNFINISHED, True, 'processed', own_s, answer.fused)
+        self.outbox.add(outcome)
+
+    def _doom(self, worker: Worker, status: Row, error: str, column: Optional[str]) -> None:
+        """Kill a worker that cannot be trusted or does not answer; its head of line will answer for it."""
+        error = one_line(error)
+        head = worker.inflight[0] if worker.inflight else None
+        log.warning('killing worker %d stage=%s id=%s: %s', worker.pid, quoted(worker.pool.config.name), head, error)
+        doom = Doom(status, head, error, column)
+        if worker.state is WorkerState.GONE:
+            worker.doom = worker.doom or doom
+        else:
+            worker.kill(doom)
+
+    def _died(self, fact: Died) -> None:
+        worker, pool = fact.worker, fact.worker.pool
+        stage = pool.config.name
+        self._take_answers(worker, fact.lines, fact.wrong)
+        stopping = self.phase is not Phase.SERVING
+        outage = self.queue.link is not Link.READY
+        began = bool(worker.inflight) and worker.began()
+        how = describe_exit(fact.status)
+        asked = worker.child.stdin is None
+        outcomes = judge(stage, list(worker.inflight), began and not outage, worker.doom, how, stopping)
+        for outcome in outcomes:
+            self.outbox.add(outcome)
+        self._forget(worker)
+        quiet = asked or worker.doom or stopping
+        log.log(logging.INFO if quiet else logging.WARNING, 'reaped worker %d stage=%s: %s after %s and %d answers%s',
+                worker.pid, quoted(stage), how, brief(self.now - worker.born), worker.answers,
+                ', %d ids go back' % len(worker.inflight) if worker.inflight else '')
+        if asked or stopping or outage:
+            return
+        blamed = any(o.ended for o in outcomes)
+        started = began or worker.answers > 0 or not worker.handed
+        if pool.breaker.died(self.now, blamed, started):
+            self._cool(pool, 'worker %d %s%s' % (worker.pid, how, '' if started else ' before it read anything'))
+
+    def _forget(self, worker: Worker) -> None:
+        """Undo all that a worker's life has set up: descriptors, timers, its place in the pool."""
+        self._unwatch(worker.child.stdin)
+        self._unwatch(worker.child.stdout)
+        worker.child.close_stdin()
+        worker.child.close_stdout()
+        for kind in ('watchdog', 'idle', 'grace', 'eof'):
+            self.timers.cancel((kind, worker.pid))
+        del self.workers[worker.pid]
+        worker.pool.workers.remove(worker)
+
+    def _unwatch(self, fd: Optional[int]) -> None:
+        """Have the selector forget a descriptor that is to be closed, or has nothing more to say."""
+        if fd is not None and fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _let_go(self, worker: Worker) -> None:
+        """Ask a worker to leave: end of file, and SIGKILL after the grace."""
+        self._unwatch(worker.child.stdin)
+        worker.leave()
+        self.timers.set(('grace', worker.pid), self.now + self.config.stop_timeout_s)
+
+    def _cool(self, pool: Pool, why: str) -> None:
+        """A stage's breaker has opened: hold nothing of it."""
+        stage = pool.config.name
+        log.warning('cooling stage=%s for %s: %s', quoted(stage), brief(pool.breaker.until - self.now), why)
+        while pool.ready:
+            self.outbox.add(Outcome(pool.ready.popleft(), stage, Row.PENDING, ended=False))
+        self.timers.set(('cooldown', stage), pool.breaker.until)
+
+    # facts: signals
+
+    def _signalled(self, fact: Signalled) -> None:
+        if fact.number in (signal.SIGTERM, signal.SIGINT):
+            name = signal.Signals(fact.number).name
+            if self.phase is Phase.SERVING:
+                log.info('stopping on %s: %d workers, %d ids in flight', name, len(self.workers),
+                         sum(p.in_flight() for p in self.pools.values()))
+                self._stop()
+            else:
+                log.info('stopping at once on a second %s', name)
+                self._kill_all()
+        elif fact.number != signal.SIGCHLD:
+            log.warning('ignored %s', signal.Signals(fact.number).name)
+
+    def _stop(self) -> None:
+        """Claim nothing more, give back what is not handed, ask the workers to leave."""
+        self.phase = Phase.STOPPING
+        for pool in self.pools.values():
+            while pool.ready:
+                self.outbox.add(Outcome(pool.ready.popleft(), pool.config.name, Row.PENDING, ended=False))
+        for worker in self.workers.values():
+            if worker.state is WorkerState.SERVING:
+                worker.child.signal(signal.SIGTERM)
+                self._let_go(worker)
+            elif worker.state is WorkerState.LEAVING:
+                worker.child.signal(signal.SIGTERM)
+        self.timers.set('kill', self.now + self.config.stop_timeout_s)
+        self._swept = False
+
+    def _on_kill(self) -> None:
+        if self.workers:
+            log.warning('killing %d workers that did not leave within STOP_TIMEOUT', len(self.workers))
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for worker in self.workers.values():
+            if worker.state is not WorkerState.GONE:
+                worker.kill(None)
+
+    def _abandon(self, code: int) -> None:
+        """Stop without another word to the database: it is not ours, or cannot be worked on."""
+        self.phase, self.exit_code = Phase.STOPPING, code
+        self.queue.close()
+        self._from_queue([])
+        self._kill_all()
+        if not self.workers:
+            self.phase = Phase.STOPPED
+        self.outbox, self.stats = Outbox(), Stats()
+        for pool in self.pools.values():
+            pool.ready.clear()
+
+    # facts: the database
+
+    def _taken(self, fact: Taken) -> None:
+        first, self._system = not self._system, fact.system
+        if first:
+            self.stats.flush = fact.flush
+            log.info('took over epoch=%d', fact.epoch)
+        elif self.stats.sealed and self.stats.sealed['flush'] <= fact.flush:
+            self.stats.flushed()
+        self._holder = ''
+        self._swept = False
+        self._well('database is back')
+        if first:
+            self._on_survivors()
+
+    def _on_survivors(self) -> None:
+        """Before any row is reset: end the workers that a dispatcher before us left behind, and see them gone."""
+        survivors = self._survivors(self._system, self.queue.epoch)
+        for pid in survivors:
+            log.warning('killing process %d: a worker of an earlier dispatcher', pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError as e:
+                log.error('cannot kill process %d: %s; nothing is claimed while it lives', pid, e.strerror)
+        self._alone = not survivors
+        if survivors:
+            self.timers.set('survivors', self.now + SURVIVORS_POLL_S)
+
+    def _lost(self, fact: Lost) -> None:
+        self.timers.cancel('backoff')
+        self._swept = False
+        self.outbox.lost()
+        for want in self._wants:
+            self.pools[want.stage].look()
+        self._wants = []
+        self._ill('database away: %s; trying again until it is back' % fact.reason)
+
+    def _waiting(self, fact: Waiting) -> None:
+        if not self._holder:
+            self.timers.set('nowait', self.now + (NO_WAIT_S if not self._wait_for_lock else math.inf))
+        if fact.holder != self._holder:
+            log.warning('waiting for the lock of this database: another dispatcher has it (%s)', fact.holder)
+        self._holder = fact.holder
+
+    def _on_nowait(self) -> None:
+        if self._holder:
+            log.error('another dispatcher is running (%s)', self._holder)
+            self._abandon(EXIT_RUNNING)
+
+    def _replaced(self, fact: Replaced) -> None:
+        log.error('another dispatcher has taken over with epoch=%d, ours was %d: killing all workers', fact.epoch,
+                  self.queue.epoch)
+        self._abandon(EXIT_RUNNING)
+
+    def _failed(self, fact: Failure) -> None:
+        for line in fact.lines:
+            log.error('%s', line)
+        self._abandon(fact.code)
+
+    def _replied(self, fact: Reply) -> None:
+        if fact.error is None:
+            self._failures = 0
+            self._well('database works again')
+        else:
+            first, longest = FAILURE_S
+            self.timers.set('backoff', self.now + min(first * 2 ** min(self._failures, 20), longest))
+            self._failures += 1
+            self._ill('cannot %s: %s; trying again until it works' % (fact.name, complaint(fact.error)))
+        self._replies[fact.name](fact.value)
+
+    def _ill(self, what: str) -> None:
+        """Log a trouble of the database once, however often it repeats."""
+        if not self._trouble:
+            self._trouble_since = self.now
+        if what != self._trouble:
+            log.warning('%s', what)
+        self._trouble = what
+
+    def _well(self, what: str) -> None:
+        if self._trouble:
+            log.info('%s after %s', what, brief(self.now - self._trouble_since))
+        self._trouble = ''
+
+    def _claimed(self, rows: Optional[List[Tuple[int, str]]]) -> None:
+        wants, self._wants = self._wants, []
+        if rows is None:
+            for want in wants:
+                self.pools[want.stage].look()
+            return
+        ids: Dict[str, List[int]] = {want.stage: [] for want in wants}
+        for id, stage in rows:
+            if stage in ids:
+                ids[stage].append(id)
+        for want in wants:
+            pool, mine = self.pools[want.stage], sorted(ids[want.stage])
+            if self.phase is Phase.SERVING and pool.breaker.closed(self.now):
+                pool.claimed(want, mine[:want.cap])
+                mine = mine[want.cap:]  # rows that were moved here this moment
+            for id in mine:
+                self.outbox.add(Outcome(id, want.stage, Row.PENDING, ended=False))
+        self._empty_claims = 0 if rows else self._empty_claims + 1
+        if self._empty_claims > 1:
+            first, longest = LOOK_GAP_S
+            self.timers.set('look', self.now + min(first * 2 ** min(self._empty_claims - 2, 20), longest))
+
+    def _settled(self, settled: Optional[List[Settled]]) -> None:
+        if settled is None:
+            self.outbox.unsent()
+            return
+        for row in settled:
+            outcome = self.outbox.confirm(row.id)
+            failed = row.written and row.status in (Row.FAILED.value, Row.TIMEOUT.value)
+            if failed:
+                log.info('set %d %s stage=%s: %s', row.id, row.status, quoted(outcome.stage), outcome.error)
+                if outcome.column == 'processed':
+                    outcome = outcome._replace(column=None)
+            self.stats.count(outcome, row.status not in IN_PIPELINE)
+            if row.status == Row.PENDING.value:
+                self._appeared(row, outcome)
+            elif row.status == Row.PAUSED.value and row.due_s is not None:
+                self._retry_at(self.now + row.due_s)
+        if self.outbox.sent:
+            self.timers.set('resend', self.outbox.defer(self.now))
+
+    def _appeared(self, row: Settled, outcome: Outcome) -> None:
+        """A row that we gave up is pending: there is a reason to look for it."""
+        assert row.stage is not None
+        pool = self.pools.get(row.stage)
+        if pool is None:
+            self._strangers[row.stage] += 1
+            if self._strangers[row.stage] == 1:
+                log.warning('no section [stage-%s]: rows of that stage wait, the first is %d', printable(row.stage),
+                            row.id)
+        elif row.stage == outcome.stage and outcome.ended and not row.written:  # it re-enters its own stage
+            self._resting.add(row.id)
+            self.timers.set(('rest', row.id), self.now + RETRY_GAP_S)
+        else:
+            pool.look(row.id)
+
+    def _rested(self, id: int) -> None:
+        self._resting.discard(id)
+        for pool in self.pools.values():
+            pool.look(id)
+
+    def _retry_at(self, when: float) -> None:
+        """Have paused rows retried at `when`, but not sooner than RETRY_GAP_S after the last time."""
+        self.timers.soonest('due', max(when, self._revived_at + RETRY_GAP_S))
+
+    def _revived(self, rows: Optional[List[Tuple[str, Optional[str], int, Optional[float]]]]) -> None:
+        self._revived_at = self.now
+        if rows is None:
+            self._revive = True
+            return
+        count: Any = collections.Counter()
+        for what, stage, number, next_s in rows:
+            count[what] += number
+            if stage in self.pools:
+                self.pools[stage].look()
+            if next_s is not None:
+                self._retry_at(self.now + next_s)
+        if count['reset']:
+            log.info('reset %d rows that were running without an owner', count['reset'])
+        if count['lost'] > count['reset']:
+            self.timers.soonest('sweep', self.now + SWEEP_AGAIN_S)
+        if count['ripe'] >= RETRY_LIMIT or count['ripe'] > count['retried']:
+            self._retry_at(self.now)
+        if self._sweep:
+            self._sweep_at = self.now + (self.now - self._asked_at) / SWEEP_SHARE
+            self._swept, self._sweep = True, False
+
+    def _flushed(self, rows: Optional[List[Tuple[Optional[int], int, int]]]) -> None:
+        if rows is None:
+            return
+        self._flush = False
+        self._flushed_at = self.now
+        if not rows or (rows[0][0] is None and rows[0][1] != self.queue.epoch):
+            self._replaced(Replaced(rows[0][1] if rows else 0))
+        self.stats.flushed()  # now, or before: the number tells
+
+    # timers
+
+    def _on_heartbeat(self) -> None:
+        self.timers.set('heartbeat', self.now + self.config.poll_interval_s)
+        for pool in self.pools.values():
+            pool.look()
+        self._revive = True
+        self._sweep = self._sweep or self.now >= self._sweep_at
+
+    def _on_due(self) -> None:
+        self._revive = True
+
+    def _on_sweep(self) -> None:
+        self._revive = self._sweep = True
+
+    def _on_resend(self) -> None:
+        self.timers.set('resend', self.outbox.due(self.now))
+
+    def _on_stats(self) -> None:
+        self._flush = True
+
+    def _on_look(self) -> None:
+        """The gap after claims that found nothing is over."""
+
+    def _on_backoff(self) -> None:
+        """The delay after a statement that failed is over."""
+
+    def _on_pack(self) -> None:
+        """Ids wait for the speed of a stage to show: hand looks again."""
+
+    def _watchdog(self, pid: int) -> None:
+        worker = self.workers[pid]
+        if not worker.alive():
+            return
+        self._heard(Heard(worker, *worker.receive()))  # I4
+        if not worker.inflight or not worker.alive():
+            return
+        limit_s = worker.pool.config.max_runtime_s
+        if self.now >= worker.head_since + limit_s:
+            self._doom(worker, Row.TIMEOUT, 'timeout: no answer within %s' % brief(limit_s), 'timeouts')
+        else:
+            self.timers.set(('watchdog', pid), worker.head_since + limit_s)
+
+    def _idle(self, pid: int) -> None:
+        worker = self.workers[pid]
+        if worker.inflight or worker.state is not WorkerState.SERVING:
+            return
+        when = worker.idle_since + worker.pool.config.worker_idle_timeout_s
+        if self.now < when:
+            self.timers.set(('idle', pid), when)
+        else:
+            log.debug('retiring worker %d stage=%s', pid, quoted(worker.pool.config.name))
+            self._let_go(worker)
+
+    def _grace(self, pid: int) -> None:
+        worker = self.workers[pid]
+        if worker.state is WorkerState.LEAVING:
+            if self.phase is Phase.SERVING:
+                log.warning('killing worker %d stage=%s: it did not leave within STOP_TIMEOUT', pid,
+                            quoted(worker.pool.config.name))
+            worker.kill(None)
+
+    def _end_of_file(self, pid: int) -> None:
+        worker = self.workers[pid]
+        if worker.alive():
+            self._doom(worker, Row.FAILED, 'protocol: it closed its standard output and lives on', None)
+
+    def _cooled(self, stage: str) -> None:
+        self.pools[stage].look()
+
+    # commands
+
+    def hand(self) -> None:
+        """Give ready ids to workers. Nothing is handed out while the session is away."""
+        if self.phase is not Phase.SERVING or self.queue.link is not Link.READY:
+            return
+        for pool in self.pools.values():
+            if pool.ready:
+                self._hand(pool)
+
+    def _hand(self, pool: Pool) -> None:
+        touched: List[Worker] = []
+        for worker in pool.workers:
+            worker.watch_start(self.now)
+        while pool.ready:
+            chosen, number = pool.choose(self.now)
+            if chosen is None and number:
+                chosen = self._spawn(pool)
+            if chosen is None:
+                break
+            chosen.hand([pool.ready.popleft() for _ in range(min(number, len(pool.ready)))], self.now)
+            if chosen not in touched:
+                touched.append(chosen)
+        for worker in touched:  # one write each
+            if not worker.flush() and worker.child.stdin not in self._selector.get_map():
+                self._selector.register(worker.child.stdin, selectors.EVENT_WRITE, worker)
+            self.timers.soonest(('watchdog', worker.pid), worker.head_since + pool.config.max_runtime_s)
+        if pool.ready:
+            self.timers.soonest('pack', self.now + PROBE_S)
+
+    def _spawn(self, pool: Pool) -> Optional[Worker]:
+        """Start a worker. None, and the stage cools down, if that fails."""
+        stage = pool.config.name
+        environ = dict(os.environ, PEPSI_STAGE=native(stage), PEPSI_EPOCH=str(self.queue.epoch),
+                       PEPSI_SYSTEM=self._system, PGAPPNAME=native('pepsi/' + stage), PYTHONUNBUFFERED='1')
+        argv = [native(word) for word in pool.config.program + ('worker', '-c', self.config.config_file)]
+        try:
+            child = self._start_child(argv, environ)
+        except (OSError, ValueError) as e:
+            if pool.breaker.cannot_start(self.now):
+                self._cool(pool, 'cannot start %s: %s' % (printable(argv[0]), getattr(e, 'strerror', None) or e))
+            return None
+        worker = Worker(pool, child, self.now)
+        self.workers[worker.pid] = worker
+        pool.workers.append(worker)
+        self._selector.register(child.stdout, selectors.EVENT_READ, worker)
+        log.debug('spawned worker %d stage=%s', worker.pid, quoted(stage))
+        return worker
+
+    def held(self) -> List[int]:
+        """All ids that must not be claimed or retried (I1)."""
+        ids = list(self.outbox.ids())
+        ids.extend(self._resting)
+        for pool in self.pools.values():
+            ids.extend(pool.ready)
+            for worker in pool.workers:
+                ids.extend(worker.inflight)
+        return ids
+
+    def ask(self) -> None:
+        """Start the statement that matters most, if the session is free."""
+        queue = self.queue
+        if queue.busy() or 'backoff' in self.timers:
+            return
+        self._asked_at = self.now
+        rooms = self._rooms()
+        if self.outbox.fresh and not (rooms and self._claim_next):
+            self._claim_next = True
+            self._from_queue(queue.settle(self.outbox.take(SETTLE_LIMIT)))
+        elif not self._swept:
+            if self._alone and (self.phase is Phase.SERVING or not self.workers):
+                self._revive, self._sweep = False, True
+                self._from_queue(queue.revive(self.held(), True))
+        elif self._revive and self.phase is Phase.SERVING:
+            self._revive = False
+            self._from_queue(queue.revive(self.held(), self._sweep))
+        elif self._flush and self.stats:
+            self._from_queue(queue.flush(self.stats.seal(queue.epoch)))
+        elif rooms:
+            self._claim_next = False
+            self._wants = [pool.want(room) for pool, room in rooms]
+            self._from_queue(queue.claim(self._wants, self.held()))
+
+    def _rooms(self) -> List[Tuple[Pool, int]]:
+        """The pools that are worth a claim now, and how many ids each can take."""
+        if self.phase is not Phase.SERVING or not self._swept or 'look' in self.timers:
+            return []
+        rooms = [(pool, pool.worth_claiming(self.now)) for pool in self.pools.values() if pool.looking]
+        return [(pool, room) for pool, room in rooms if room]
+
+    def maintain(self) -> None:
+        """Arm what follows from the state that this turn leaves behind; finish a stop."""
+        if self.stats and not self._flush:
+            quiet = not self.workers or not any(p.ready or p.in_flight() for p in self.pools.values())
+            self.timers.soonest('stats', self._flushed_at + (IDLE_FLUSH_S if quiet else self.config.stats_interval_s))
+        if self.phase is Phase.STOPPING and not self.workers:
+            self._finish()
+
+    def _finish(self) -> None:
+        """All workers are gone: write what is left, then end."""
+        if self.exit_code:
+            self.phase = Phase.STOPPED
+            return
+        if 'quit' not in self.timers:
+            self.timers.set('quit', self.now + FINISH_S)
+            self.timers.cancel('kill')
+        self._flush = bool(self.stats)
+        away = self.queue.link is not Link.READY
+        if not self.outbox and not self.stats and (away or (self._swept and not self.queue.busy())):
+            self.phase = Phase.STOPPED
+
+    def _on_quit(self) -> None:
+        ids = sorted(self.outbox.ids())
+        log.warning('the database did not take everything in time: %d outcomes are lost%s%s; the next start resets '
+                    'what is still running', len(ids), ', ids ' + ' '.join(map(str, ids[:50])) if ids else '',
+                    ', statistics not written' if self.stats else '')
+        self.phase = Phase.STOPPED
+
+    def close(self) -> None:
+        """Leave nothing behind: children, descriptors, signal handlers. Blocks until killed children are reaped."""
+        self.queue.close()
+        self._kill_all()
+        for worker in list(self.workers.values()):
+            worker.bury()
+            worker.child.close_stdin()
+            worker.child.close_stdout()
+        self._selector.close()
+        self.signals.close()
+
+
+UNFINISHED = 'unfinished: the worker reported success and left the row as it was'
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+def run(config: Config, wait_for_lock: bool = True) -> int:
+    """Run the dispatcher in the foreground until it is told to stop. Returns the exit code."""
+    return Dispatcher(config, Queue(config.database), Signals(), wait_for_lock).run()
+
+
+def init(config: Config) -> int:
+    """Create what is missing, in one transaction. Raises Failure if the database cannot be reached or refuses."""
+    try:
+        conn = psycopg2.connect(config.database, application_name='pepsi-dispatch init')
+    except psycopg2.Error as e:
+        raise Failure(EXIT_UNAVAILABLE, 'cannot reach the database: %s' % complaint(e)) from None
+    try:
+        with conn, conn.cursor() as cursor:
+            cursor.execute(SCHEMA)
+    except psycopg2.Error as e:
+        raise Failure(EXIT_CONFIG if e.pgcode else EXIT_UNAVAILABLE, 'init failed, nothing was changed: %s'
+                      % complaint(e)) from None
+    finally:
+        conn.close()
+    log.info('created what was missing')
+    return EXIT_OK
+
+
+# -- main --------------------------------------------------------------------------------------------------------------
+
+class LogHandler(logging.Handler):
+    """Writes one event a line to standard error and never waits for its reader: what does not fit now is dropped,
+    counted, and reported when there is room again.
+
+    Standard error is shared with the workers, so its blocking mode is not ours to change. A pipe is opened a second
+    time, non-blocking; where that is refused, poll() tells whether PIPE_BUF bytes fit.
+    """
+
+    LIMIT = 4096  # PIPE_BUF: a line up to this goes into a pipe whole or not at all
+
+    def __init__(self, fd: int = 2, as_json: bool = False) -> None:
+        super().__init__()
+        self._fd = fd
+        self._json = as_json
+        self._dropped = 0
+        self._stamp = not os.isatty(fd)
+        self._poll: Any = None
+        try:
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISFIFO(mode):
+                self._fd = os.open('/proc/self/fd/%d' % fd, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            pass
+        if self._fd == fd:
+            self._poll = selectors.PollSelector() if hasattr(selectors, 'PollSelector') else None
+            if self._poll:
+                try:
+                    self._poll.register(fd, selectors.EVENT_WRITE)
+                except (OSError, ValueError):
+                    self._poll = None
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text += '\n' + logging.Formatter().formatException(record.exc_info)
+        stamp = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created)) + '.%03d' % record.msecs
+        if self._json:
+            return json.dumps({'time': stamp, 'level': record.levelname.lower(), 'pid': record.process,
+                               'message': text}, sort_keys=True)
+        return '%s%-7s %s' % (stamp + ' ' if self._stamp else '', record.levelname, text)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            data = self.format(record).encode('utf-8', 'backslashreplace')[:self.LIMIT - 1] + b'\n'
+            if self._dropped:
+                note = logging.LogRecord(log.name, logging.WARNING, '', 0, 'dropped %d log lines: standard error did '
+                                         'not take them', (self._dropped,), None)
+                data = (self.format(note).encode('utf-8', 'backslashreplace') + b'\n' + data)[-self.LIMIT:]
+            if self._poll and not self._poll.select(0):
+                raise BlockingIOError(errno.EAGAIN, 'full')
+            os.write(self._fd, data)
+            self._dropped = 0
+        except OSError:
+            self._dropped += 1
+        except Exception:  # a log line must not end the program
+            self.handleError(record)
+
+
+def set_up_log(arguments: Dict[str, Any]) -> None:
+    """Send the log to standard error, as the options say."""
+    handler = LogHandler(2, bool(arguments['--log-json']))
+    level = logging.WARNING if arguments['-q'] else logging.DEBUG if arguments['-v'] else logging.INFO
+    log.handlers[:] = [handler]
+    log.setLevel(level)
+    log.propagate = False
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command line and return the exit code; `argv` without the program's name, default sys.argv[1:]."""
+    try:
+        arguments = docopt(__doc__, argv=None if argv is None else list(argv), version='pepsi-dispatch ' + __version__)
+    except DocoptExit as e:
+        print(e, file=sys.stderr)
+        return EXIT_USAGE
+    set_up_log(arguments)
+    try:
+        if arguments['init'] and arguments['--print']:
+            print(SCHEMA + GRANTS, end='')
+            return EXIT_OK
+        config = load_config(arguments['-c'])
+        for line in config.warnings:
+            log.warning('%s', line)
+        return init(config) if arguments['init'] else run(config, not arguments['--no-wait'])
+    except Failure as e:
+        for line in e.lines:
+            log.error('%s', line)
+        return e.code
+    except Exception:
+        log.exception('internal error, please report it; a restart recovers')
+        return EXIT_INTERNAL
+
+
+if __name__ == '__main__':
+    sys.exit(main())
