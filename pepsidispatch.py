@@ -114,6 +114,8 @@ except ImportError as _missing:
 __version__ = '1.0.0'
 
 log = logging.getLogger('pepsi-dispatch')
+TRACE = 5  # a level below debug: statements
+logging.addLevelName(TRACE, 'TRACE')
 
 EXIT_OK, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERNAL, EXIT_RUNNING, EXIT_CONFIG = 0, 64, 69, 70, 75, 78  # sysexits.h
 
@@ -136,7 +138,7 @@ RECONNECT_S = (0.1, 1.6)  # first and longest delay: the first claim follows the
 FAILURE_S = (0.1, 1.6)  # the same for statements that fail on a living session
 LOCK_POLL_S = 0.5  # between two tries for the lock
 NO_WAIT_S = 2.0  # how long --no-wait tries: the server may not have noticed yet that the holder died
-SKIP_LOCKED_S = 5.0  # how long claims skip locked rows once they met one
+SKIP_LOCKED_S = 1.0  # how long claims skip locked rows once they met one; then they are looked for again
 REPEATS = 5  # of a statement on 40001 and 40P01
 DEFER_S = (0.3, 30.0)  # before an outcome is sent again that could not be written: a locked row, a bad row
 
@@ -156,6 +158,7 @@ EOF_GRACE_S = 1.0  # between the end of a worker's output and its exit
 FINISH_S = 2.0  # for the last statements of a stop
 SURVIVORS_POLL_S = 0.1
 IDLE_FLUSH_S = 1.0  # statistics are written this long after the last flush when nothing is in flight
+LEAST_INTERVAL_S = 0.05  # of heartbeats and flushes, whatever the configuration says: no busy loop
 LONGEST_WAIT_S = 3600.0  # select() takes no infinity
 
 
@@ -592,8 +595,11 @@ SESSION = {
 # Second: can this database be worked on, and which one is it?
 CONDITION = """
 SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', current_setting('synchronous_commit'),
-       (SELECT oid FROM pg_database WHERE datname = current_database())::text || '/' || 'dispatch_stats'::regclass::oid
+       concat_ws('/', inet_server_port(), (SELECT oid FROM pg_database WHERE datname = current_database()),
+                 'dispatch_stats'::regclass::oid)
 """
+# Two clusters may agree in all that; this one may be forbidden on hosted servers.
+CLUSTER = 'SELECT system_identifier::text FROM pg_control_system()'
 
 # Third, at start only: are the tables there, with the columns and types that the statements below need?
 TABLES = """
@@ -617,6 +623,9 @@ WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
   AND l.classid::bigint = %(key)s >> 32 AND l.objid::bigint = %(key)s & 4294967295
   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
+
+# For a session that we lost and the server has not: it would keep the lock until its keepalives fail.
+TERMINATE = 'SELECT pg_terminate_backend(%(pid)s)'
 
 # In a transaction of its own after the lock and LISTEN: does the session keep them? Behind a transaction pooler not.
 KEPT = """
@@ -750,6 +759,9 @@ SELECT 'next', NULL, 0, (
     LIMIT 1)
 """
 
+# The same with `sweep`: more than one statement at once is one transaction, and the reply is that of the last.
+SWEEP = 'SET LOCAL statement_timeout = %d; SET LOCAL enable_seqscan = on;' % (SWEEP_TIMEOUT_S * 1000) + REVIVE
+
 # Under the lock. Adds a sealed batch once, however often it is sent: guarded by the epoch and the flush number.
 # Returns the new number, if it was added now, and the epoch and number that were there before.
 FLUSH = """
@@ -782,12 +794,13 @@ _SECONDS = re.compile(r'(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z')
 
 
 def parse_pair(token: bytes) -> Optional[Tuple[str, float]]:
-    """Read STAGE=SECONDS; None if it is no such pair. Seconds are finite decimals >= 0, exponents allowed."""
+    """Read STAGE=SECONDS; None if it is no such pair. Seconds are finite decimals >= 0, exponents allowed; no stage is
+    called `id`."""
     try:
         stage, equals, number = token.decode('utf-8').rpartition('=')
     except UnicodeDecodeError:
         return None
-    if not stage or not stage.isprintable() or not _SECONDS.match(number) or float(number) == math.inf:
+    if not stage or stage == 'id' or not stage.isprintable() or not _SECONDS.match(number) or float(number) == math.inf:
         return None
     return stage, float(number)
 
@@ -845,15 +858,15 @@ class Framing:
         return lines, self._rest if len(self._rest) > LINE_LIMIT else None
 
 
-def describe_exit(status: int) -> str:
-    """Say how a process ended, from its wait status."""
+def describe_exit(status: int, ours: bool = False) -> str:
+    """Say how a process ended, from its wait status; `ours`: we killed it."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         try:
             name = signal.Signals(number).name
         except ValueError:
             name = 'signal %d' % number
-        return 'killed by %s%s' % (name, ' (perhaps out of memory)' if number == signal.SIGKILL else '')
+        return 'killed by %s%s' % (name, ' (perhaps out of memory)' if number == signal.SIGKILL and not ours else '')
     return 'exited with status %d' % os.WEXITSTATUS(status)
 
 
@@ -976,17 +989,21 @@ class Pool:
         return max(0, room)
 
     def worth_claiming(self, now: float) -> int:
-        """The room, if a claim pays now: half of the pool is free, or some worker has run dry; else 0."""
+        """The room, if a claim pays now: half of the pool is free, a worker has run dry or could be started; else
+        0."""
         room = self.room(now)
         if 2 * room >= self.config.parallelism * self.config.queue_limit:
             return room
-        dry = not self.ready and any(w.room() and len(w.inflight) <= 1 for w in self.workers)
-        return room if dry or self.breaker.probing(now) or not self.in_flight() else 0
+        if self.ready:
+            return 0
+        dry = any(w.room() and len(w.inflight) <= 1 for w in self.workers)
+        startable = len(self.workers) < self.config.parallelism and now >= self.breaker.spawn_at
+        return room if dry or startable else 0
 
-    def claimed(self, want: Want, ids: Sequence[int]) -> None:
-        """Take the ids of a claim, ascending. It came back full: there may be more above the last one. It came back
-        short: nothing is left to look for, unless something was noted meanwhile."""
-        self.ready.extend(ids)
+    def claimed(self, want: Want, ids: Sequence[int], room: int) -> None:
+        """Take the first `room` ids of a claim, ascending. It came back full: there may be more above the last one.
+        It came back short: nothing is left to look for, unless something was noted meanwhile."""
+        self.ready.extend(ids[:room])
         if len(ids) >= want.cap:
             self.looking = True
             self.floor = min(self.floor, ids[-1] + 1)
@@ -1016,14 +1033,17 @@ class Pool:
         """
         open_workers = [w for w in self.workers if w.room()]
         quick, below_s = self.quick(), self.config.pack_below_s
-        busy = [w for w in open_workers if w.inflight and w.busy_s(now) < below_s]
-        if quick is None and busy:
-            if any(w.busy_s(now) < min(PROBE_S, below_s) for w in busy):
-                return None, 0
-            quick = True
-        if quick and busy:
-            worker = max(busy, key=lambda w: len(w.inflight))
-            return worker, worker.room()
+        if quick is None:
+            longest_s = max((w.busy_s(now) for w in self.workers if w.inflight), default=None)
+            if longest_s is not None:
+                if longest_s < min(PROBE_S, below_s):
+                    return None, 0
+                quick = longest_s < below_s
+        if quick:
+            busy = [w for w in open_workers if w.inflight and w.busy_s(now) < below_s]
+            if busy:
+                worker = max(busy, key=lambda w: len(w.inflight))
+                return worker, worker.room()
         many = self.per_worker() if quick else 1
         idle = [w for w in open_workers if not w.inflight]
         if idle:
@@ -1459,7 +1479,7 @@ class Worker:
 # -- queue: the database session ---------------------------------------------------------------------------------------
 
 class Statement(NamedTuple):
-    """What an operation yields: SQL, its parameters, and the server's time limit for it."""
+    """What an operation yields: SQL, its parameters, and the time limit that the server has for it."""
     sql: str
     params: Dict[str, Any] = {}
     timeout_s: float = STATEMENT_TIMEOUT_S
@@ -1538,10 +1558,11 @@ class Queue:
         self._name = ''  # of the operation under way
         self._task: Optional[Operation] = None
         self._statement: Optional[Statement] = None  # sent, not replied
+        self._sent_at = 0.0
         self._repeats = 0
         self._waiting: Optional[Waiting] = None
+        self._backend = 0  # server process of the last session that had the lock
         self._durable = 'on'  # what synchronous_commit is here
-        self._timeout_s = STATEMENT_TIMEOUT_S  # as the session has it
         self._failures = 0  # in a row, of getting a session
         self._skip_until = -math.inf  # claims skip locked rows until then
         self.link = Link.AWAY
@@ -1576,6 +1597,10 @@ class Queue:
         """Whether no operation can be started now."""
         return self.link is not Link.READY or self._task is not None
 
+    def skipping(self) -> bool:
+        """Whether claims skip locked rows now: what they did not return may be pending all the same."""
+        return self._clock() < self._skip_until
+
     def rung(self) -> bool:
         """Take the notice that somebody sent a NOTIFY."""
         rung, self._bell.rung = self._bell.rung, False
@@ -1596,9 +1621,9 @@ class Queue:
     def revive(self, held: Sequence[int], sweep: bool) -> List[Any]:
         """Retry paused rows that are due and, with `sweep`, reset rows without an owner; the value of the reply is a
         list of (what, stage, rows, next_due_s), as REVIVE says."""
-        return self._start('revive', self._single(Statement(
-            REVIVE, {'held': list(held), 'sweep': sweep, 'limit': RETRY_LIMIT},
-            SWEEP_TIMEOUT_S if sweep else STATEMENT_TIMEOUT_S)))
+        params = {'held': list(held), 'sweep': sweep, 'limit': RETRY_LIMIT}
+        return self._start('revive', self._single(
+            Statement(SWEEP, params, SWEEP_TIMEOUT_S) if sweep else Statement(REVIVE, params)))
 
     def flush(self, batch: Dict[str, Any]) -> List[Any]:
         """Add a sealed batch of statistics once; the value of the reply is what FLUSH says."""
@@ -1608,7 +1633,7 @@ class Queue:
         return (yield statement)
 
     def _claiming(self, params: Dict[str, Any]) -> Operation:
-        if self._clock() >= self._skip_until:
+        if not self.skipping():
             try:
                 return (yield Statement(CLAIM, params))
             except psycopg2.Error as e:
@@ -1618,20 +1643,21 @@ class Queue:
         return (yield Statement(CLAIM_SKIPPING, params))
 
     def _settling(self, outcomes: Sequence[Outcome]) -> Operation:
+        """Settle, by halves where a bad row (a trigger, a value) keeps the others from being written: it stays
+        behind alone."""
         try:
             return (yield from self._settle(outcomes))
         except (psycopg2.DataError, psycopg2.IntegrityError, psycopg2.InternalError, psycopg2.ProgrammingError,
                 ValueError) as e:
-            if len(outcomes) == 1 or getattr(e, 'pgcode', None) in MISSING:
+            if getattr(e, 'pgcode', None) in MISSING:
                 raise
-        settled: List[Settled] = []
-        for outcome in outcomes:  # a trigger, a bad value: only that one stays behind
-            try:
-                settled += yield from self._settle([outcome])
-            except (psycopg2.Error, ValueError) as e:
-                log.warning('cannot write the outcome of %d stage=%s: %s; trying again later',
-                            outcome.id, quoted(outcome.stage), complaint(e))
-        return settled
+            if len(outcomes) == 1:
+                log.warning('cannot write what became of %d stage=%s: %s; trying again later', outcomes[0].id,
+                            quoted(outcomes[0].stage), complaint(e))
+                return []
+        half = len(outcomes) // 2
+        settled = yield from self._settling(outcomes[:half])
+        return settled + (yield from self._settling(outcomes[half:]))
 
     def _settle(self, outcomes: Sequence[Outcome]) -> Operation:
         lasting = any(o.column != 'processed' and o.status is not Row.PENDING for o in outcomes)
@@ -1639,7 +1665,7 @@ class Queue:
                   'verdicts': [o.status.value for o in outcomes], 'errors': [o.error for o in outcomes],
                   'durable': self._durable if lasting else 'off'}
         rows = None
-        if self._clock() >= self._skip_until:
+        if not self.skipping():
             try:
                 rows = yield Statement(SETTLE, params)
             except psycopg2.Error as e:
@@ -1657,7 +1683,7 @@ class Queue:
     # connecting
 
     def _connect(self) -> List[Any]:
-        options = {'application_name': ('pepsi-dispatch %d@%s' % (os.getpid(), socket.gethostname()))[:63],
+        options = {'application_name': self._name_of_session(),
                    'client_encoding': 'UTF8', 'keepalives': 1, 'keepalives_idle': 10, 'keepalives_interval': 5,
                    'keepalives_count': 3}  # type: Dict[str, Any]
         if psycopg2.extensions.libpq_version() >= 120000:
@@ -1673,11 +1699,18 @@ class Queue:
         self.deadline = self._clock() + CONNECT_TIMEOUT_S
         return self.receive()
 
+    def _name_of_session(self) -> str:
+        return ('pepsi-dispatch %d@%s' % (os.getpid(), socket.gethostname()))[:63]
+
     def _opening(self) -> Operation:
         """From a connection to a session that may work. The order matters: lock, epoch, LISTEN, then whatever the
         dispatcher looks for."""
         yield Statement(SETTINGS, {'names': list(SESSION), 'values': list(SESSION.values())})
         [(recovering, read_only, self._durable, system)] = yield Statement(CONDITION)
+        try:
+            system = '%s/%s' % ((yield Statement(CLUSTER))[0][0], system)
+        except psycopg2.ProgrammingError:
+            pass
         if recovering or read_only:
             raise Unusable('the server is in recovery' if recovering else 'the database is read-only')
         if self.epoch is None:
@@ -1690,9 +1723,13 @@ class Queue:
                 return Replaced(holders[0][4])
             if holders:
                 pid, name, address, since, _ = holders[0]
-                self._waiting = Waiting('%s, server process %d, from %s, since %s'
-                                        % (printable(name or 'a session'), pid, address or 'this host', since))
+                if (pid, name) == (self._backend, self._name_of_session()):  # ours: the server has not noticed
+                    yield Statement(TERMINATE, {'pid': pid})
+                else:
+                    self._waiting = Waiting('%s, server process %d, from %s, since %s'
+                                            % (printable(name or 'a session'), pid, address or 'this host', since))
             yield Pause(LOCK_POLL_S)
+        self._backend = self._conn.get_backend_pid()
         if self.epoch is None:
             [(epoch, flush)] = yield Statement(TAKE_OVER)
             self.epoch = epoch
@@ -1734,6 +1771,8 @@ class Queue:
             rows = self._cursor.fetchall() if self._cursor.description else []
         except (psycopg2.Error, ValueError) as e:
             return self._failed(e)
+        log.log(TRACE, 'replied %s: %d rows after %.1f ms', self._name, len(rows),
+                1000 * (self._clock() - self._sent_at))
         self._statement = None
         return self._resume(rows)
 
@@ -1785,32 +1824,27 @@ class Queue:
         return self._lose(complaint(e))
 
     def _send(self, statement: Statement) -> List[Any]:
-        sql = statement.sql
-        if statement.timeout_s != self._timeout_s:  # two statements at once: the reply is that of the last
-            sql = "SET statement_timeout = '%dms';" % (statement.timeout_s * 1000) + sql
-            self._timeout_s = statement.timeout_s
         self._statement = statement
         self.statements += 1
-        self.deadline = self._clock() + statement.timeout_s + REPLY_MARGIN_S
+        self._sent_at = self._clock()
+        self.deadline = self._sent_at + statement.timeout_s + REPLY_MARGIN_S
         try:
-            self._cursor.execute(sql, statement.params or None)
+            self._cursor.execute(statement.sql, statement.params or None)
         except (psycopg2.Error, ValueError) as e:
             return self._failed(e)
-        log.debug('sent %s', self._name)
         return []
 
     def _failed(self, e: Exception) -> List[Any]:
         """A poll or a statement raised. A lost connection often carries no SQLSTATE: `closed` and the class tell."""
-        if self._conn is None or self._conn.closed or self._statement is None or isinstance(
-                e, psycopg2.InterfaceError) or (isinstance(e, psycopg2.OperationalError) and e.pgcode is None):
+        code = getattr(e, 'pgcode', None)
+        if (self._conn is None or self._conn.closed or self._statement is None
+                or isinstance(e, psycopg2.InterfaceError) or str(code)[:3] in ('57P', '08P', '080')
+                or (isinstance(e, psycopg2.OperationalError) and code is None)):
             return self._lose(complaint(e))
-        statement = self._statement
-        if getattr(e, 'pgcode', None) in RETRIABLE and self._repeats < REPEATS:
+        if code in RETRIABLE and self._repeats < REPEATS:
             self._repeats += 1
             self.deadline = self._clock() + random.uniform(0.005, 0.02) * 2 ** self._repeats
             return []  # tick() sends it again
-        if statement.timeout_s != STATEMENT_TIMEOUT_S:
-            self._timeout_s = -1.0  # whether SET was undone depends on when it failed
         self._statement = None
         return self._resume(None, e)
 
@@ -1827,7 +1861,7 @@ class Queue:
         """Forget the connection. Closes our side only: the server finds out by itself."""
         conn, self._conn, self._cursor, self._statement = self._conn, None, None, None
         task, self._task = self._task, None
-        self.link, self.fd, self.writing, self._timeout_s = Link.AWAY, None, False, STATEMENT_TIMEOUT_S
+        self.link, self.fd, self.writing = Link.AWAY, None, False
         if task is not None:
             task.close()
         if conn is not None:
@@ -1958,13 +1992,14 @@ class Dispatcher:
         self._swept = False  # rows without an owner were reset on this session
         self._revive = False  # a retry is wanted
         self._sweep = False  # ... with a sweep
+        self._sweeping = False  # the revive under way is one
         self._flush = False  # statistics are to be written
         self._claim_next = False  # settlements and claims take turns
         self._resting: Set[int] = set()  # ids that re-enter their own stage, for RETRY_GAP_S
         self._wants: List[Want] = []  # of the claim under way
         self._empty_claims = 0  # in a row
         self._failures = 0  # of statements, in a row
-        self._trouble = ''  # what the log says is wrong with the database now
+        self._troubles: Set[str] = set()  # what the log says is wrong with the database now
         self._trouble_since = 0.0
         self._holder = ''
         self._revived_at = self._flushed_at = self._asked_at = self.now
@@ -2074,7 +2109,7 @@ class Dispatcher:
         self._take_answers(worker, fact.lines, fact.wrong)
         if worker.eof:
             self._unwatch(worker.child.stdout)
-            if worker.alive():
+            if worker.state is WorkerState.SERVING or (worker.alive() and worker.inflight):
                 self.timers.soonest(('eof', worker.pid), self.now + EOF_GRACE_S)
 
     def _take_answers(self, worker: Worker, lines: List[bytes], wrong: Optional[str]) -> None:
@@ -2098,11 +2133,12 @@ class Dispatcher:
     def _take_answer(self, worker: Worker, id: int, answer: Answer, seconds: float) -> None:
         pool = worker.pool
         pool.passed(seconds, worker.answers == 1)
-        if pool.breaker.cooling:
-            self.timers.cancel(('cooldown', pool.config.name))
+        cooling = pool.breaker.cooling
+        pool.breaker.answered(worker.born)
+        if cooling:
             log.info('resumed stage=%s: worker %d answered', quoted(pool.config.name), worker.pid)
             pool.look()
-        pool.breaker.answered(worker.born)
+            self.timers.set(('cooldown', pool.config.name), pool.breaker.spawn_at)  # now, or when others may be started
         own_s = max(0.0, seconds - sum(s for _, s in answer.fused)) if answer.fused else seconds
         if answer.status:
             error = one_line('status: %d %s' % (answer.status, answer.text))
@@ -2129,16 +2165,17 @@ class Dispatcher:
         stopping = self.phase is not Phase.SERVING
         outage = self.queue.link is not Link.READY
         began = bool(worker.inflight) and worker.began()
-        how = describe_exit(fact.status)
+        how = describe_exit(fact.status, worker.doom is not None or stopping)
         asked = worker.child.stdin is None
         outcomes = judge(stage, list(worker.inflight), began and not outage, worker.doom, how, stopping)
         for outcome in outcomes:
             self.outbox.add(outcome)
         self._forget(worker)
+        released = sum(not o.ended for o in outcomes)
         quiet = asked or worker.doom or stopping
         log.log(logging.INFO if quiet else logging.WARNING, 'reaped worker %d stage=%s: %s after %s and %d answers%s',
                 worker.pid, quoted(stage), how, brief(self.now - worker.born), worker.answers,
-                ', %d ids go back' % len(worker.inflight) if worker.inflight else '')
+                ', its ids go back: %d' % released if released else '')
         if asked or stopping or outage:
             return
         blamed = any(o.ended for o in outcomes)
@@ -2204,7 +2241,7 @@ class Dispatcher:
             elif worker.state is WorkerState.LEAVING:
                 worker.child.signal(signal.SIGTERM)
         self.timers.set('kill', self.now + self.config.stop_timeout_s)
-        self._swept = False
+        self._swept = self._sweeping = False  # rows of workers that end now were not seen by a sweep under way
 
     def _on_kill(self) -> None:
         if self.workers:
@@ -2269,7 +2306,7 @@ class Dispatcher:
         if not self._holder:
             self.timers.set('nowait', self.now + (NO_WAIT_S if not self._wait_for_lock else math.inf))
         if fact.holder != self._holder:
-            log.warning('waiting for the lock of this database: another dispatcher has it (%s)', fact.holder)
+            log.warning('waiting for the lock of this database: another one has it (%s)', fact.holder)
         self._holder = fact.holder
 
     def _on_nowait(self) -> None:
@@ -2299,17 +2336,17 @@ class Dispatcher:
         self._replies[fact.name](fact.value)
 
     def _ill(self, what: str) -> None:
-        """Log a trouble of the database once, however often it repeats."""
-        if not self._trouble:
+        """Log a trouble of the database once, however often it repeats before all is well."""
+        if not self._troubles:
             self._trouble_since = self.now
-        if what != self._trouble:
+        if what not in self._troubles:
             log.warning('%s', what)
-        self._trouble = what
+        self._troubles.add(what)
 
     def _well(self, what: str) -> None:
-        if self._trouble:
+        if self._troubles:
             log.info('%s after %s', what, brief(self.now - self._trouble_since))
-        self._trouble = ''
+        self._troubles = set()
 
     def _claimed(self, rows: Optional[List[Tuple[int, str]]]) -> None:
         wants, self._wants = self._wants, []
@@ -2323,11 +2360,12 @@ class Dispatcher:
                 ids[stage].append(id)
         for want in wants:
             pool, mine = self.pools[want.stage], sorted(ids[want.stage])
-            if self.phase is Phase.SERVING and pool.breaker.closed(self.now):
-                pool.claimed(want, mine[:want.cap])
-                mine = mine[want.cap:]  # rows that were moved here this moment
-            for id in mine:
+            room = pool.room(self.now) if self.phase is Phase.SERVING else 0
+            pool.claimed(want, mine, room)
+            for id in mine[room:]:  # the stage cools down since; rows were moved here this very moment
                 self.outbox.add(Outcome(id, want.stage, Row.PENDING, ended=False))
+        if self.queue.skipping():
+            self.timers.soonest('locked', self.now + SKIP_LOCKED_S)
         self._empty_claims = 0 if rows else self._empty_claims + 1
         if self._empty_claims > 1:
             first, longest = LOOK_GAP_S
@@ -2369,6 +2407,7 @@ class Dispatcher:
 
     def _rested(self, id: int) -> None:
         self._resting.discard(id)
+        self._revive = True  # somebody may have paused it meanwhile
         for pool in self.pools.values():
             pool.look(id)
 
@@ -2379,7 +2418,7 @@ class Dispatcher:
     def _revived(self, rows: Optional[List[Tuple[str, Optional[str], int, Optional[float]]]]) -> None:
         self._revived_at = self.now
         if rows is None:
-            self._revive = True
+            self._revive, self._sweep = True, self._sweep or self._sweeping
             return
         count: Any = collections.Counter()
         for what, stage, number, next_s in rows:
@@ -2392,11 +2431,15 @@ class Dispatcher:
             log.info('reset %d rows that were running without an owner', count['reset'])
         if count['lost'] > count['reset']:
             self.timers.soonest('sweep', self.now + SWEEP_AGAIN_S)
-        if count['ripe'] >= RETRY_LIMIT or count['ripe'] > count['retried']:
+        if count['ripe'] > count['retried']:
+            self._retry_at(self.now + SWEEP_AGAIN_S)
+        elif count['ripe'] == RETRY_LIMIT:
             self._retry_at(self.now)
-        if self._sweep:
+        if self._sweeping:
+            for pool in self.pools.values():
+                pool.look()
             self._sweep_at = self.now + (self.now - self._asked_at) / SWEEP_SHARE
-            self._swept, self._sweep = True, False
+            self._swept, self._sweeping = True, False
 
     def _flushed(self, rows: Optional[List[Tuple[Optional[int], int, int]]]) -> None:
         if rows is None:
@@ -2410,7 +2453,7 @@ class Dispatcher:
     # timers
 
     def _on_heartbeat(self) -> None:
-        self.timers.set('heartbeat', self.now + self.config.poll_interval_s)
+        self.timers.set('heartbeat', self.now + max(self.config.poll_interval_s, LEAST_INTERVAL_S))
         for pool in self.pools.values():
             pool.look()
         self._revive = True
@@ -2427,6 +2470,10 @@ class Dispatcher:
 
     def _on_stats(self) -> None:
         self._flush = True
+
+    def _on_locked(self) -> None:
+        for pool in self.pools.values():
+            pool.look()
 
     def _on_look(self) -> None:
         """The gap after claims that found nothing is over."""
@@ -2455,6 +2502,8 @@ class Dispatcher:
         if worker.inflight or worker.state is not WorkerState.SERVING:
             return
         when = worker.idle_since + worker.pool.config.worker_idle_timeout_s
+        if worker.pool.ready:  # it may get them yet: retiring and handing are one decision
+            when = self.now + PROBE_S
         if self.now < when:
             self.timers.set(('idle', pid), when)
         else:
@@ -2548,17 +2597,19 @@ class Dispatcher:
             self._from_queue(queue.settle(self.outbox.take(SETTLE_LIMIT)))
         elif not self._swept:
             if self._alone and (self.phase is Phase.SERVING or not self.workers):
-                self._revive, self._sweep = False, True
-                self._from_queue(queue.revive(self.held(), True))
+                self._ask_revive(True)
         elif self._revive and self.phase is Phase.SERVING:
-            self._revive = False
-            self._from_queue(queue.revive(self.held(), self._sweep))
+            self._ask_revive(self._sweep)
         elif self._flush and self.stats:
             self._from_queue(queue.flush(self.stats.seal(queue.epoch)))
         elif rooms:
             self._claim_next = False
             self._wants = [pool.want(room) for pool, room in rooms]
             self._from_queue(queue.claim(self._wants, self.held()))
+
+    def _ask_revive(self, sweep: bool) -> None:
+        self._revive, self._sweep, self._sweeping = False, False, sweep
+        self._from_queue(self.queue.revive(self.held(), sweep))
 
     def _rooms(self) -> List[Tuple[Pool, int]]:
         """The pools that are worth a claim now, and how many ids each can take."""
@@ -2570,8 +2621,9 @@ class Dispatcher:
     def maintain(self) -> None:
         """Arm what follows from the state that this turn leaves behind; finish a stop."""
         if self.stats and not self._flush:
-            quiet = not self.workers or not any(p.ready or p.in_flight() for p in self.pools.values())
-            self.timers.soonest('stats', self._flushed_at + (IDLE_FLUSH_S if quiet else self.config.stats_interval_s))
+            quiet = not any(worker.inflight for worker in self.workers.values())
+            interval_s = IDLE_FLUSH_S if quiet else max(self.config.stats_interval_s, LEAST_INTERVAL_S)
+            self.timers.soonest('stats', self._flushed_at + interval_s)
         if self.phase is Phase.STOPPING and not self.workers:
             self._finish()
 
@@ -2670,8 +2722,6 @@ class LogHandler(logging.Handler):
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
-        if record.exc_info:
-            text += '\n' + logging.Formatter().formatException(record.exc_info)
         stamp = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created)) + '.%03d' % record.msecs
         if self._json:
             return json.dumps({'time': stamp, 'level': record.levelname.lower(), 'pid': record.process,
@@ -2693,15 +2743,27 @@ class LogHandler(logging.Handler):
             self._dropped += 1
         except Exception:  # a log line must not end the program
             self.handleError(record)
+        if record.exc_info:
+            for line in logging.Formatter().formatException(record.exc_info).splitlines():
+                self.emit(logging.LogRecord(record.name, record.levelno, '', 0, '%s', (printable(line, 1000),), None))
 
 
 def set_up_log(arguments: Dict[str, Any]) -> None:
     """Send the log to standard error, as the options say."""
     handler = LogHandler(2, bool(arguments['--log-json']))
-    level = logging.WARNING if arguments['-q'] else logging.DEBUG if arguments['-v'] else logging.INFO
+    level = logging.WARNING if arguments['-q'] else (logging.INFO, logging.DEBUG, TRACE)[min(arguments['-v'], 2)]
     log.handlers[:] = [handler]
     log.setLevel(level)
     log.propagate = False
+
+
+def fill_standard_descriptors() -> None:
+    """Open what is closed of 0, 1 and 2: else a pipe of ours would take its place, and the log would go there."""
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd <= 2:
+        os.set_inheritable(fd, True)
+        fd = os.open(os.devnull, os.O_RDWR)
+    os.close(fd)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -2711,6 +2773,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except DocoptExit as e:
         print(e, file=sys.stderr)
         return EXIT_USAGE
+    fill_standard_descriptors()
     set_up_log(arguments)
     try:
         if arguments['init'] and arguments['--print']:
