@@ -194,8 +194,9 @@ IN_PIPELINE = frozenset([Row.PENDING.value, Row.RUNNING.value, Row.PAUSED.value]
 
 
 class WorkerState(enum.Enum):
-    """SERVING -> LEAVING -> GONE, and KILLED before GONE from either; Worker is the only writer."""
+    """SERVING -> FINISHING -> LEAVING -> GONE, and KILLED before GONE from any; Worker is the only writer."""
     SERVING = 'serving'  # takes ids
+    FINISHING = 'finishing'  # takes none any more: MAX_MESSAGES, a new configuration
     LEAVING = 'leaving'  # its stdin is closed: it answers what it has, then exits
     KILLED = 'killed'  # the group was sent SIGKILL
     GONE = 'gone'  # reaped, pipes closed
@@ -486,6 +487,12 @@ def parse_config(text: str, file: str) -> Config:
                   v['STOP_TIMEOUT'], v.get('CONFIG_FILE') or os.path.abspath(file), stages, tuple(warnings))
 
 
+def difference(old: StageConfig, new: StageConfig) -> str:
+    """Say for the log which options of a stage have changed, and how."""
+    changes = ['%s %s -> %s' % (name.upper(), a, b) for name, a, b in zip(old._fields, old, new) if a != b]
+    return printable('; '.join(changes) or 'CONFIG_FILE', 500)
+
+
 def load_config(path: Optional[str]) -> Config:
     """Read the file named by -c, $PEPSI_CONFIG or the default path. Raises Failure (EXIT_CONFIG)."""
     source = '' if path else ' (named by $PEPSI_CONFIG)' if os.environ.get('PEPSI_CONFIG') else ' (the default)'
@@ -632,8 +639,12 @@ KEPT = """
 SELECT EXISTS (SELECT FROM pg_locks AS l
                WHERE l.locktype = 'advisory' AND l.granted AND l.pid = pg_backend_pid()
                  AND l.classid::bigint = %(key)s >> 32 AND l.objid::bigint = %(key)s & 4294967295)
-       AND EXISTS (SELECT FROM pg_listening_channels() AS c WHERE c = %(channel)s)
+       AND EXISTS (SELECT FROM pg_listening_channels() AS c WHERE c = %(channel)s),
+       pg_backend_pid()
 """
+
+# Behind a pooler the lock would stay with the server's session for the next who gets it.
+UNLOCK = 'SELECT pg_advisory_unlock_all()'
 
 # Once a life, under the lock: fences off every earlier dispatcher. Durable.
 TAKE_OVER = 'UPDATE dispatch_stats SET epoch = epoch + 1 RETURNING epoch, flush'
@@ -709,7 +720,8 @@ SETTLE_SKIPPING = SETTLE.replace(
 """)
 
 # Under the lock. Flips paused rows that are due; with `sweep` also resets rows running without an owner, which reads
-# the whole table. Skips what is locked and tells how many, to come back. Returns (what, stage, rows, next_due_s).
+# the whole table, and looks whether the lock is still ours. Skips what is locked and tells how many, to come back.
+# Returns (what, stage, rows, next_due_s).
 REVIVE = """
 WITH lost AS MATERIALIZED (
     SELECT q.ctid AS place
@@ -742,7 +754,12 @@ WITH lost AS MATERIALIZED (
       AND status = 'paused' AND timeout <= now()
     RETURNING stage
 )
-SELECT 'reset', stage, count(*), NULL::float8 FROM reset GROUP BY stage
+SELECT 'lock', NULL, count(*), NULL::float8
+FROM pg_locks AS l
+WHERE %(sweep)s AND l.locktype = 'advisory' AND l.granted AND l.pid = pg_backend_pid()
+  AND l.classid::bigint = %(key)s >> 32 AND l.objid::bigint = %(key)s & 4294967295
+UNION ALL
+SELECT 'reset', stage, count(*), NULL FROM reset GROUP BY stage
 UNION ALL
 SELECT 'retried', stage, count(*), NULL FROM retried GROUP BY stage
 UNION ALL
@@ -956,6 +973,13 @@ class Pool:
     def in_flight(self) -> int:
         """Ids of this pool that a worker holds."""
         return sum(len(w.inflight) for w in self.workers)
+
+    def renew(self, config: StageConfig) -> None:
+        """Go on with another configuration; what was learned of the old program does not count."""
+        self.config = config
+        self.breaker = Breaker()
+        self.average_s = None
+        self.look()
 
     def look(self, id: Optional[int] = None) -> None:
         """Note that a row has become pending; without `id`: that any may have."""
@@ -1353,10 +1377,13 @@ class Worker:
 
     | state   | hand | answers count | leaves the state when |
     |---------|------|---------------|-----------------------|
-    | SERVING | yes  | yes           | retired, recycled, told to stop -> LEAVING; watchdog, violation -> KILLED |
-    | LEAVING | no   | yes           | reaped -> GONE; grace over, violation -> KILLED |
+    | SERVING | yes  | yes           | handed all it may, reloaded -> FINISHING; idle, stop -> LEAVING; see (1) |
+    | FINISHING | no | yes           | drained, stop -> LEAVING; see (1) |
+    | LEAVING | no   | yes           | reaped -> GONE; grace over -> KILLED; see (1) |
     | KILLED  | no   | those in time | reaped -> GONE |
     | GONE    | no   | no            | |
+
+    (1) watchdog, violation -> KILLED; reaped -> GONE
     """
 
     def __init__(self, pool: Pool, child: Any, now: float) -> None:
@@ -1370,6 +1397,7 @@ class Worker:
         self.head_since = now  # when the head of line became it
         self.idle_since = now
         self.handed = 0  # ids in its life
+        self._allowance = pool.config.max_messages  # of ids in its life; 0: no end
         self.answers = 0
         self.eof = False  # it closed its stdout
         self.pending = b''  # not yet taken by its stdin pipe
@@ -1379,15 +1407,14 @@ class Worker:
 
     def alive(self) -> bool:
         """Whether it is neither killed nor gone."""
-        return self.state in (WorkerState.SERVING, WorkerState.LEAVING)
+        return self.state not in (WorkerState.KILLED, WorkerState.GONE)
 
     def room(self) -> int:
         """Ids that it could take now."""
         if self.state is not WorkerState.SERVING:
             return 0
-        config = self.pool.config
-        room = config.queue_limit - len(self.inflight)
-        return min(room, config.max_messages - self.handed) if config.max_messages else room
+        room = self.pool.config.queue_limit - len(self.inflight)
+        return min(room, self._allowance - self.handed) if self._allowance else room
 
     def busy_s(self, now: float) -> float:
         """How long the head of line has been at work, as far as we know; a worker that is starting up works on
@@ -1409,6 +1436,13 @@ class Worker:
         self.inflight.extend(ids)
         self.handed += len(ids)
         self.pending += b''.join([b'%d\n' % i for i in ids])
+        if self.handed == self._allowance:
+            self.finish()
+
+    def finish(self) -> None:
+        """Take no more ids; to be told to leave when what it has is answered."""
+        if self.state is WorkerState.SERVING:
+            self.state = WorkerState.FINISHING
 
     def flush(self) -> bool:
         """Write what its pipe takes now. Returns whether nothing is left."""
@@ -1533,6 +1567,9 @@ RETRIABLE = frozenset(['40001', '40P01'])  # serialization failure, deadlock
 LOCKED = '55P03'  # lock_timeout
 MISSING = frozenset(['42P01', '42703', '42501', '3F000', '42883', '42804', '42846', '42809'])
 
+POOLED = ('the session does not keep its lock and LISTEN: a transaction pooler is in between; DATABASE must lead to '
+          'the server itself, or to a pool in session mode')
+
 Operation = Generator[Any, Any, Any]
 
 
@@ -1540,6 +1577,34 @@ def complaint(e: BaseException) -> str:
     """The first line of an error, for the log; connection strings and passwords are not part of libpq's."""
     lines = [line.strip() for line in str(e).splitlines() if line.strip()]
     return printable(lines[0] if lines else type(e).__name__, 300)
+
+
+def shares_session(dsn: str, pid: int, timeout_s: float = 3.0) -> bool:
+    """Say whether a second connection in a transaction of its own gets the server process `pid` of the first one: then
+    there is a transaction pooler. Asked only where the protocol's own process number is not the server's. Blocks,
+    `timeout_s` at most; False if it is not to be found out."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        conn = psycopg2.connect(dsn, async_=1)
+        try:
+            for connected in (False, True):
+                if connected:
+                    cursor = conn.cursor()
+                    cursor.execute('BEGIN; SELECT pg_backend_pid()')
+                while True:
+                    state = conn.poll()
+                    if state == psycopg2.extensions.POLL_OK:
+                        break
+                    writing = state == psycopg2.extensions.POLL_WRITE
+                    with selectors.DefaultSelector() as selector:
+                        selector.register(conn.fileno(), selectors.EVENT_WRITE if writing else selectors.EVENT_READ)
+                        if not selector.select(deadline - time.monotonic()):
+                            return False
+            return cursor.fetchall() == [(pid,)]
+        finally:
+            conn.close()
+    except psycopg2.Error:
+        return False
 
 
 class Queue:
@@ -1593,6 +1658,10 @@ class Queue:
         self._drop()
         self.deadline = math.inf
 
+    def give_up(self, reason: str) -> List[Any]:
+        """Drop a session that cannot be trusted; a new one follows."""
+        return self._lose(reason)
+
     def busy(self) -> bool:
         """Whether no operation can be started now."""
         return self.link is not Link.READY or self._task is not None
@@ -1621,7 +1690,7 @@ class Queue:
     def revive(self, held: Sequence[int], sweep: bool) -> List[Any]:
         """Retry paused rows that are due and, with `sweep`, reset rows without an owner; the value of the reply is a
         list of (what, stage, rows, next_due_s), as REVIVE says."""
-        params = {'held': list(held), 'sweep': sweep, 'limit': RETRY_LIMIT}
+        params = {'held': list(held), 'sweep': sweep, 'limit': RETRY_LIMIT, 'key': LOCK_KEY}
         return self._start('revive', self._single(
             Statement(SWEEP, params, SWEEP_TIMEOUT_S) if sweep else Statement(REVIVE, params)))
 
@@ -1703,7 +1772,7 @@ class Queue:
         return ('pepsi-dispatch %d@%s' % (os.getpid(), socket.gethostname()))[:63]
 
     def _opening(self) -> Operation:
-        """From a connection to a session that may work. The order matters: lock, epoch, LISTEN, then whatever the
+        """From a connection to a session that may work. The order matters: lock, LISTEN, epoch, then whatever the
         dispatcher looks for."""
         yield Statement(SETTINGS, {'names': list(SESSION), 'values': list(SESSION.values())})
         [(recovering, read_only, self._durable, system)] = yield Statement(CONDITION)
@@ -1730,6 +1799,11 @@ class Queue:
                                             % (printable(name or 'a session'), pid, address or 'this host', since))
             yield Pause(LOCK_POLL_S)
         self._backend = self._conn.get_backend_pid()
+        yield Statement(LISTEN)
+        [(kept, pid)] = yield Statement(KEPT, {'key': LOCK_KEY, 'channel': CHANNEL})
+        if not kept or (pid != self._backend and shares_session(self._dsn, pid)):
+            yield Statement(UNLOCK)
+            raise Failure(EXIT_CONFIG, POOLED)
         if self.epoch is None:
             [(epoch, flush)] = yield Statement(TAKE_OVER)
             self.epoch = epoch
@@ -1738,11 +1812,6 @@ class Queue:
             if epoch != self.epoch:
                 return Replaced(epoch)
         yield Statement(RELAX)
-        yield Statement(LISTEN)
-        [(kept,)] = yield Statement(KEPT, {'key': LOCK_KEY, 'channel': CHANNEL})
-        if not kept:
-            raise Failure(EXIT_CONFIG, 'the session does not keep its lock or LISTEN: is there a transaction pooler '
-                                       'in between? DATABASE must lead to the server itself or to a session pool')
         return Taken(system, epoch, flush)
 
     # the machine below
@@ -1968,8 +2037,10 @@ class Dispatcher:
     def __init__(self, config: Config, queue: Any, signals: Any, wait_for_lock: bool = True,
                  start_child: Callable[..., Any] = Child, clock: Callable[[], float] = time.monotonic,
                  selector: Any = None, ended: Callable[[], Iterable[int]] = ended_children,
-                 survivors: Callable[[str, int], List[int]] = find_survivors) -> None:
+                 survivors: Callable[[str, int], List[int]] = find_survivors,
+                 load: Optional[Callable[[], Config]] = None) -> None:
         self.config = config
+        self._load = load or (lambda: config)
         self.queue = queue
         self.signals = signals
         self.pools = {name: Pool(stage) for name, stage in config.stages.items()}
@@ -1981,6 +2052,7 @@ class Dispatcher:
         self.exit_code = EXIT_OK
         self.inbox: List[Any] = []
         self.now = clock()  # of this turn
+        self.turns = 0
         self._clock = clock
         self._selector = selector or selectors.DefaultSelector()
         self._start_child = start_child
@@ -2032,6 +2104,7 @@ class Dispatcher:
 
     def turn(self) -> None:
         """Do one turn of the loop."""
+        self.turns += 1
         events = self.wait()
         self.receive(events)
         self.digest()
@@ -2109,7 +2182,7 @@ class Dispatcher:
         self._take_answers(worker, fact.lines, fact.wrong)
         if worker.eof:
             self._unwatch(worker.child.stdout)
-            if worker.state is WorkerState.SERVING or (worker.alive() and worker.inflight):
+            if worker.alive() and (worker.inflight or worker.state is not WorkerState.LEAVING):
                 self.timers.soonest(('eof', worker.pid), self.now + EOF_GRACE_S)
 
     def _take_answers(self, worker: Worker, lines: List[bytes], wrong: Optional[str]) -> None:
@@ -2121,14 +2194,13 @@ class Dispatcher:
                 raise Violation(wrong)
         except Violation as e:
             self._doom(worker, Row.FAILED, 'protocol: %s' % e, None)
-        if not worker.inflight and worker.state is WorkerState.SERVING:
-            config = worker.pool.config
-            if config.max_messages and worker.handed >= config.max_messages:
-                log.debug('recycling worker %d stage=%s after %d messages', worker.pid, quoted(config.name),
-                          worker.handed)
-                self._let_go(worker)
-            else:
-                self.timers.soonest(('idle', worker.pid), worker.idle_since + config.worker_idle_timeout_s)
+        if not worker.inflight and worker.state is WorkerState.FINISHING:
+            log.debug('recycling worker %d stage=%s after %d messages', worker.pid, quoted(worker.pool.config.name),
+                      worker.handed)
+            self._let_go(worker)
+        elif not worker.inflight and worker.state is WorkerState.SERVING:
+            self.timers.soonest(('idle', worker.pid),
+                                worker.idle_since + worker.pool.config.worker_idle_timeout_s)
 
     def _take_answer(self, worker: Worker, id: int, answer: Answer, seconds: float) -> None:
         pool = worker.pool
@@ -2193,6 +2265,7 @@ class Dispatcher:
             self.timers.cancel((kind, worker.pid))
         del self.workers[worker.pid]
         worker.pool.workers.remove(worker)
+        self._drop_if_empty(worker.pool)
 
     def _unwatch(self, fd: Optional[int]) -> None:
         """Have the selector forget a descriptor that is to be closed, or has nothing more to say."""
@@ -2209,8 +2282,7 @@ class Dispatcher:
         """A stage's breaker has opened: hold nothing of it."""
         stage = pool.config.name
         log.warning('cooling stage=%s for %s: %s', quoted(stage), brief(pool.breaker.until - self.now), why)
-        while pool.ready:
-            self.outbox.add(Outcome(pool.ready.popleft(), stage, Row.PENDING, ended=False))
+        self._give_back(pool)
         self.timers.set(('cooldown', stage), pool.breaker.until)
 
     # facts: signals
@@ -2225,21 +2297,94 @@ class Dispatcher:
             else:
                 log.info('stopping at once on a second %s', name)
                 self._kill_all()
-        elif fact.number != signal.SIGCHLD:
-            log.warning('ignored %s', signal.Signals(fact.number).name)
+        elif fact.number == signal.SIGHUP and self.phase is Phase.SERVING:
+            self._reload()
+        elif fact.number == signal.SIGUSR1:
+            self._report()
+
+    def _reload(self) -> None:
+        """Read the configuration again. Changed stages get new workers as the old ones finish; a bad file changes
+        nothing."""
+        try:
+            config = self._load()
+        except Failure as e:
+            for line in e.lines:
+                log.error('%s', line)
+            log.error('reload refused: the configuration of before stays in force')
+            return
+        for line in config.warnings:
+            log.warning('%s', line)
+        old, self.config = self.config, config._replace(database=self.config.database)
+        if config.database != old.database:
+            log.warning('DATABASE has changed: that takes a restart')
+        everything = config.config_file != old.config_file
+        for name, stage in config.stages.items():
+            if name not in self.pools:
+                self.pools[name] = Pool(stage)
+                log.info('reloaded stage=%s: added', quoted(name))
+            elif everything or stage != self.pools[name].config:
+                log.info('reloaded stage=%s: %s', quoted(name), difference(self.pools[name].config, stage))
+                self._renew(self.pools[name], stage)
+        for name in [name for name in self.pools if name not in config.stages]:
+            log.info('reloaded stage=%s: removed; its rows wait', quoted(name))
+            self._renew(self.pools[name], self.pools[name].config._replace(parallelism=0))
+            self._drop_if_empty(self.pools[name])
+        self.timers.cancel('heartbeat')
+        self._on_heartbeat()
+        log.info('reloaded %s: %d stages', config.file, len(config.stages))
+
+    def _renew(self, pool: Pool, config: StageConfig) -> None:
+        """Give a stage another configuration: what is not handed goes back, its workers finish, new ones follow."""
+        self._give_back(pool)
+        pool.renew(config)
+        self.timers.cancel(('cooldown', config.name))
+        for worker in pool.workers:
+            worker.finish()
+            if worker.state is WorkerState.FINISHING and not worker.inflight:
+                self._let_go(worker)
+
+    def _drop_if_empty(self, pool: Pool) -> None:
+        """Forget the pool of a stage that is no longer configured once its last worker is gone."""
+        if pool.config.name not in self.config.stages and not pool.workers:
+            del self.pools[pool.config.name]
+
+    def _give_back(self, pool: Pool) -> None:
+        """Release the ids that are claimed and not handed."""
+        while pool.ready:
+            self.outbox.add(Outcome(pool.ready.popleft(), pool.config.name, Row.PENDING, ended=False))
+
+    def _report(self) -> None:
+        """Write the state of everything to the log."""
+        log.info('state phase=%s link=%s epoch=%s claimed=%d unwritten=%d turns=%d statements=%d%s', self.phase.value,
+                 self.queue.link.value, self.queue.epoch, sum(len(p.ready) for p in self.pools.values()),
+                 len(self.outbox), self.turns, self.queue.statements,
+                 ' trouble: ' + '; '.join(sorted(self._troubles)) if self._troubles else '')
+        for name, pool in sorted(self.pools.items()):
+            cooling = brief(max(0.0, pool.breaker.until - self.now)) if pool.breaker.cooling else 'no'
+            log.info('state stage=%s workers=%d/%d in_flight=%d ready=%d room=%d average=%s looking=%s deaths=%d '
+                     'cooling=%s', quoted(name), len(pool.workers), pool.config.parallelism, pool.in_flight(),
+                     len(pool.ready), pool.room(self.now),
+                     'unknown' if pool.average_s is None else brief(pool.average_s), pool.looking, pool.breaker.deaths,
+                     cooling)
+            for worker in pool.workers:
+                log.info('state worker %d stage=%s %s age=%s answers=%d in_flight=%d head=%s since=%s', worker.pid,
+                         quoted(name), worker.state.value, brief(self.now - worker.born), worker.answers,
+                         len(worker.inflight), worker.inflight[0] if worker.inflight else '-',
+                         brief(self.now - worker.head_since) if worker.inflight else '-')
+        for when, key in self.timers.pending()[:20]:
+            log.info('state timer %s in %s', ' '.join(map(str, key)) if isinstance(key, tuple) else key,
+                     brief(max(0.0, when - self.now)))
 
     def _stop(self) -> None:
         """Claim nothing more, give back what is not handed, ask the workers to leave."""
         self.phase = Phase.STOPPING
         for pool in self.pools.values():
-            while pool.ready:
-                self.outbox.add(Outcome(pool.ready.popleft(), pool.config.name, Row.PENDING, ended=False))
+            self._give_back(pool)
         for worker in self.workers.values():
-            if worker.state is WorkerState.SERVING:
+            if worker.alive():
                 worker.child.signal(signal.SIGTERM)
-                self._let_go(worker)
-            elif worker.state is WorkerState.LEAVING:
-                worker.child.signal(signal.SIGTERM)
+                if worker.state is not WorkerState.LEAVING:
+                    self._let_go(worker)
         self.timers.set('kill', self.now + self.config.stop_timeout_s)
         self._swept = self._sweeping = False  # rows of workers that end now were not seen by a sweep under way
 
@@ -2297,8 +2442,7 @@ class Dispatcher:
         self.timers.cancel('backoff')
         self._swept = False
         self.outbox.lost()
-        for want in self._wants:
-            self.pools[want.stage].look()
+        self._look_again(self._wants)
         self._wants = []
         self._ill('database away: %s; trying again until it is back' % fact.reason)
 
@@ -2351,17 +2495,18 @@ class Dispatcher:
     def _claimed(self, rows: Optional[List[Tuple[int, str]]]) -> None:
         wants, self._wants = self._wants, []
         if rows is None:
-            for want in wants:
-                self.pools[want.stage].look()
+            self._look_again(wants)
             return
         ids: Dict[str, List[int]] = {want.stage: [] for want in wants}
         for id, stage in rows:
             if stage in ids:
                 ids[stage].append(id)
         for want in wants:
-            pool, mine = self.pools[want.stage], sorted(ids[want.stage])
-            room = pool.room(self.now) if self.phase is Phase.SERVING else 0
-            pool.claimed(want, mine, room)
+            mine, room = sorted(ids[want.stage]), 0
+            if want.stage in self.pools and self.phase is Phase.SERVING:
+                pool = self.pools[want.stage]
+                room = pool.room(self.now)
+                pool.claimed(want, mine, room)
             for id in mine[room:]:  # the stage cools down since; rows were moved here this very moment
                 self.outbox.add(Outcome(id, want.stage, Row.PENDING, ended=False))
         if self.queue.skipping():
@@ -2370,6 +2515,11 @@ class Dispatcher:
         if self._empty_claims > 1:
             first, longest = LOOK_GAP_S
             self.timers.set('look', self.now + min(first * 2 ** min(self._empty_claims - 2, 20), longest))
+
+    def _look_again(self, wants: Sequence[Want]) -> None:
+        for want in wants:
+            if want.stage in self.pools:
+                self.pools[want.stage].look()
 
     def _settled(self, settled: Optional[List[Settled]]) -> None:
         if settled is None:
@@ -2435,6 +2585,9 @@ class Dispatcher:
             self._retry_at(self.now + SWEEP_AGAIN_S)
         elif count['ripe'] == RETRY_LIMIT:
             self._retry_at(self.now)
+        if self._sweeping and not count['lock']:
+            self._from_queue(self.queue.give_up('the session has lost its lock'))
+            return
         if self._sweeping:
             for pool in self.pools.values():
                 pool.look()
@@ -2524,7 +2677,8 @@ class Dispatcher:
             self._doom(worker, Row.FAILED, 'protocol: it closed its standard output and lives on', None)
 
     def _cooled(self, stage: str) -> None:
-        self.pools[stage].look()
+        if stage in self.pools:
+            self.pools[stage].look()
 
     # commands
 
@@ -2666,7 +2820,8 @@ UNFINISHED = 'unfinished: the worker reported success and left the row as it was
 
 def run(config: Config, wait_for_lock: bool = True) -> int:
     """Run the dispatcher in the foreground until it is told to stop. Returns the exit code."""
-    return Dispatcher(config, Queue(config.database), Signals(), wait_for_lock).run()
+    return Dispatcher(config, Queue(config.database), Signals(), wait_for_lock,
+                      load=lambda: load_config(config.file)).run()
 
 
 def init(config: Config) -> int:

@@ -33,6 +33,13 @@ _servers: List[cluster.Cluster] = []  # that of the fixture pg, while there is o
 _numbers = itertools.count(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Mark the tests that need PostgreSQL: the others need not run again for each version of it."""
+    for item in items:
+        if 'pg' in getattr(item, 'fixturenames', ()):
+            item.add_marker('pg')
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """Note at the test whether it failed."""

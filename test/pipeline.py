@@ -90,7 +90,7 @@ class Pipeline:
 
     def row(self, id):
         """Return the Row of a message, None if it is gone."""
-        rows = self.execute('SELECT stage, status, timeout, state FROM queue WHERE ingress_id = %s', id)
+        rows = self.execute('SELECT stage, status, timeout::text, state FROM queue WHERE ingress_id = %s', id)
         return Row(*rows[0]) if rows else None
 
     def error(self, id):

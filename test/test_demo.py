@@ -39,7 +39,7 @@ class Demo:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        support.kill_all([process.pid for process in self.processes()])
+        support.kill_all([pid for pid, _ in self.processes()])
         shutil.rmtree(self.directory)
 
     def output(self):
@@ -53,16 +53,17 @@ class Demo:
 
     def works(self):
         """Tell whether a stage has been started."""
-        return any('demo_stages.py' in ' '.join(process.cmdline()) for process in self.processes())
+        return any('demo_stages.py' in command for _, command in self.processes())
 
     def processes(self):
-        """Return the living processes that have to do with its directory, whoever their parent is."""
+        """Return (pid, command) of the living processes that have to do with its directory, whoever their parent is."""
         found = []
         for process in psutil.process_iter():
             try:
+                command = ' '.join(process.cmdline())
                 if process.status() != psutil.STATUS_ZOMBIE and process.pid != self.process.pid and self.directory in (
-                        ' '.join(process.cmdline() + list(process.environ().values()) + [process.cwd()])):
-                    found.append(process)
+                        ' '.join([command, process.cwd()] + list(process.environ().values()))):
+                    found.append((process.pid, command))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 pass
         return found
@@ -133,7 +134,7 @@ def test_demo_that_is_interrupted_leaves_nothing_behind(pg, number, group):
 
 def test_demo_that_is_interrupted_while_the_server_is_made_leaves_nothing_behind(pg):
     with Demo(pg) as demo:
-        support.wait_until(lambda: any(process.name() == 'initdb' for process in demo.processes()), 60)
+        support.wait_until(lambda: any('bin/initdb ' in command for _, command in demo.processes()), 60)
         os.killpg(demo.process.pid, signal.SIGINT)
         assert demo.wait() == 128 + signal.SIGINT
         support.wait_until(lambda: not demo.left(), 10)
