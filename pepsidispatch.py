@@ -146,6 +146,7 @@ SETTLE_LIMIT = 1000  # outcomes a statement
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
 LOOK_GAP_S = (0.0125, 0.1)  # after claims that found nothing, before a notification causes the next
+BELOW_GAP_S = 0.1  # between two claims from the beginning: under an old snapshot they read all dead entries
 SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
 SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
 
@@ -656,7 +657,10 @@ RELAX = 'SET synchronous_commit = off'
 # Under the lock, after the sweep, while some stage has room and a reason to look. Sets only rows running that are
 # pending in the very moment, of the stages asked for, never more than the cap. What holds it on the partial index:
 # `stage = ANY (ARRAY[...])` with ORDER BY stage, ingress_id is an order that no other index serves, and the rows are
-# fixed by their place before the update. Rows that somebody moved between two configured stages while we waited
+# fixed by their place before the update.
+# Note: `|| ''` hides the guards of the target from the planner. A bare `status = 'pending'` proves the partial index
+# usable there, too; where the statistics know of no pending row that looks cheaper than a few places, and it reads the
+# whole index (2.7 s at 1,000,000 rows). Rows that somebody moved between two configured stages while we waited
 # for their lock are told by RETURNING.
 CLAIM = """
 UPDATE queue
@@ -674,8 +678,8 @@ WHERE ctid = ANY (ARRAY(
         ORDER BY q.stage, q.ingress_id
         LIMIT s.cap
     ) AS p))
-  AND status = 'pending'
-  AND stage = ANY (%(stages)s::text[])
+  AND status || '' = 'pending'
+  AND stage || '' = ANY (%(stages)s::text[])
 RETURNING ingress_id, stage
 """
 # For a while after a claim met a locked row.
@@ -721,7 +725,7 @@ SETTLE_SKIPPING = SETTLE.replace(
 
 # Under the lock. Flips paused rows that are due; with `sweep` also resets rows running without an owner, which reads
 # the whole table, and looks whether the lock is still ours. Skips what is locked and tells how many, to come back.
-# Returns (what, stage, rows, next_due_s).
+# Returns (what, stage, rows, next_due_s). Note: `|| ''` as in CLAIM.
 REVIVE = """
 WITH lost AS MATERIALIZED (
     SELECT q.ctid AS place
@@ -733,9 +737,9 @@ WITH lost AS MATERIALIZED (
     WHERE ctid = ANY (ARRAY(
         SELECT q.ctid
         FROM queue AS q
-        WHERE q.ctid = ANY (ARRAY(SELECT place FROM lost)) AND q.status = 'running'
+        WHERE q.ctid = ANY (ARRAY(SELECT place FROM lost)) AND q.status || '' = 'running'
         FOR UPDATE SKIP LOCKED))
-      AND status = 'running'
+      AND status || '' = 'running'
     RETURNING stage
 ), ripe AS MATERIALIZED (
     SELECT q.ctid AS place
@@ -749,9 +753,9 @@ WITH lost AS MATERIALIZED (
     WHERE ctid = ANY (ARRAY(
         SELECT q.ctid
         FROM queue AS q
-        WHERE q.ctid = ANY (ARRAY(SELECT place FROM ripe)) AND q.status = 'paused'
+        WHERE q.ctid = ANY (ARRAY(SELECT place FROM ripe)) AND q.status || '' = 'paused'
         FOR UPDATE SKIP LOCKED))
-      AND status = 'paused' AND timeout <= now()
+      AND status || '' = 'paused' AND timeout <= now()
     RETURNING stage
 )
 SELECT 'lock', NULL, count(*), NULL::float8
@@ -802,6 +806,14 @@ WITH fence AS (
 )
 SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
 """
+
+
+def array(values: Iterable[Any]) -> str:
+    """Write numbers, or text and None, as PostgreSQL writes an array: one constant to the server, where psycopg2 makes
+    of a list an expression for each element, parsed and planned every time."""
+    known = {v: 'NULL' if v is None else '"%s"' % v.replace('\\', '\\\\').replace('"', '\\"') if isinstance(v, str)
+             else repr(v) for v in set(values)}
+    return '{%s}' % ','.join([known[v] for v in values])
 
 
 # -- decisions: no I/O, no clock, no database, no log ------------------------------------------------------------------
@@ -967,8 +979,9 @@ class Pool:
         self.breaker = Breaker()
         self.average_s: Optional[float] = None  # of the latest passes; None: unknown
         self.looking = True  # there is a reason to look for pending rows
-        self.below = True  # ... and it may lie below `floor`
-        self.floor = FIRST_ID  # nothing below it is to be looked for
+        self.below = True  # ... and they may stand below `floor`
+        self.floor = FIRST_ID  # what is below was seen: a hint, rows that committed late or went back stand there
+        self._noted = LAST_ID  # the lowest id that was noted while a claim was under way
 
     def in_flight(self) -> int:
         """Ids of this pool that a worker holds."""
@@ -988,13 +1001,14 @@ class Pool:
             self.below = True
         else:
             self.floor = min(self.floor, id)
+            self._noted = min(self._noted, id)
 
-    def want(self, room: int) -> Want:
-        """Make its part of a claim; what is noted until the reply counts for the next one."""
-        want = Want(self.config.name, room, FIRST_ID if self.below else self.floor)
-        self.looking = self.below = False
-        self.floor = LAST_ID
-        return want
+    def want(self, room: int, below: bool) -> Want:
+        """Make its part of a claim, from the floor, or from the beginning if that is wished and `below` allows it. What
+        is noted until the reply counts for the next one."""
+        below = below and self.below
+        self.looking, self.below, self._noted = False, self.below and not below, LAST_ID
+        return Want(self.config.name, room, FIRST_ID if below else self.floor)
 
     def per_worker(self) -> int:
         """Ids that a new worker may hold at once."""
@@ -1028,9 +1042,12 @@ class Pool:
         """Take the first `room` ids of a claim, ascending. It came back full: there may be more above the last one.
         It came back short: nothing is left to look for, unless something was noted meanwhile."""
         self.ready.extend(ids[:room])
+        floor = ids[-1] + 1 if ids else want.floor
         if len(ids) >= want.cap:
             self.looking = True
-            self.floor = min(self.floor, ids[-1] + 1)
+        else:
+            floor = max(floor, self.floor)
+        self.floor = min(floor, self._noted)
 
     def quick(self) -> Optional[bool]:
         """Whether passes are short enough to pack ids behind one another; None: unknown."""
@@ -1087,6 +1104,7 @@ class Outbox:
         self.sent: Dict[int, Outcome] = {}
         self.deferred: Dict[int, Tuple[float, Outcome]] = {}  # id -> (deadline, outcome)
         self._tries: Dict[int, int] = {}
+        self.unwritten = collections.Counter()  # type: Any  # by stage: ids whose rows are running as far as we know
 
     def __len__(self) -> int:
         return len(self.fresh) + len(self.sent) + len(self.deferred)
@@ -1099,6 +1117,7 @@ class Outbox:
     def add(self, outcome: Outcome) -> None:
         """Take over an id that left its worker."""
         self.fresh[outcome.id] = outcome
+        self.unwritten[outcome.stage] += outcome.column != 'processed'
 
     def take(self, limit: int) -> List[Outcome]:
         """Move up to `limit` fresh outcomes to the sent ones; return them in id order, as rows are locked."""
@@ -1113,7 +1132,9 @@ class Outbox:
     def confirm(self, id: int) -> Outcome:
         """Give up an id: its commit is known."""
         self._tries.pop(id, None)
-        return self.sent.pop(id)
+        outcome = self.sent.pop(id)
+        self.unwritten[outcome.stage] -= outcome.column != 'processed'
+        return outcome
 
     def defer(self, now: float) -> float:
         """Put off what was sent and not confirmed, longer each time. Returns the deadline of the first."""
@@ -1680,8 +1701,8 @@ class Queue:
     def claim(self, wants: Sequence[Want], held: Sequence[int]) -> List[Any]:
         """Set pending rows running; the value of the reply is a list of (id, stage), in no order."""
         return self._start('claim', self._claiming(
-            {'stages': [w.stage for w in wants], 'caps': [w.cap for w in wants], 'floors': [w.floor for w in wants],
-             'held': list(held)}))
+            {'stages': array([w.stage for w in wants]), 'caps': array([w.cap for w in wants]),
+             'floors': array([w.floor for w in wants]), 'held': array(held)}))
 
     def settle(self, outcomes: Sequence[Outcome]) -> List[Any]:
         """Write outcomes; the value of the reply is a list of Settled, for those whose commit is sure."""
@@ -1690,13 +1711,14 @@ class Queue:
     def revive(self, held: Sequence[int], sweep: bool) -> List[Any]:
         """Retry paused rows that are due and, with `sweep`, reset rows without an owner; the value of the reply is a
         list of (what, stage, rows, next_due_s), as REVIVE says."""
-        params = {'held': list(held), 'sweep': sweep, 'limit': RETRY_LIMIT, 'key': LOCK_KEY}
+        params = {'held': array(held), 'sweep': sweep, 'limit': RETRY_LIMIT, 'key': LOCK_KEY}
         return self._start('revive', self._single(
             Statement(SWEEP, params, SWEEP_TIMEOUT_S) if sweep else Statement(REVIVE, params)))
 
     def flush(self, batch: Dict[str, Any]) -> List[Any]:
         """Add a sealed batch of statistics once; the value of the reply is what FLUSH says."""
-        return self._start('flush', self._single(Statement(FLUSH, batch)))
+        params = {key: array(value) if isinstance(value, list) else value for key, value in batch.items()}
+        return self._start('flush', self._single(Statement(FLUSH, params)))
 
     def _single(self, statement: Statement) -> Operation:
         return (yield statement)
@@ -1730,8 +1752,8 @@ class Queue:
 
     def _settle(self, outcomes: Sequence[Outcome]) -> Operation:
         lasting = any(o.column != 'processed' and o.status is not Row.PENDING for o in outcomes)
-        params = {'ids': [o.id for o in outcomes], 'stages': [o.stage for o in outcomes],
-                  'verdicts': [o.status.value for o in outcomes], 'errors': [o.error for o in outcomes],
+        params = {'ids': array([o.id for o in outcomes]), 'stages': array([o.stage for o in outcomes]),
+                  'verdicts': array([o.status.value for o in outcomes]), 'errors': array([o.error for o in outcomes]),
                   'durable': self._durable if lasting else 'off'}
         rows = None
         if not self.skipping():
@@ -2069,6 +2091,7 @@ class Dispatcher:
         self._claim_next = False  # settlements and claims take turns
         self._resting: Set[int] = set()  # ids that re-enter their own stage, for RETRY_GAP_S
         self._wants: List[Want] = []  # of the claim under way
+        self._below_at = 0.0  # when a claim may start from the beginning again
         self._empty_claims = 0  # in a row
         self._failures = 0  # of statements, in a row
         self._troubles: Set[str] = set()  # what the log says is wrong with the database now
@@ -2509,6 +2532,10 @@ class Dispatcher:
                 pool.claimed(want, mine, room)
             for id in mine[room:]:  # the stage cools down since; rows were moved here this very moment
                 self.outbox.add(Outcome(id, want.stage, Row.PENDING, ended=False))
+        if any(want.floor == FIRST_ID for want in wants):  # it may have read dead entries; see the claim's measurements
+            self._below_at = self.now + max(BELOW_GAP_S, 10 * (self.now - self._asked_at))
+        if any(pool.below for pool in self.pools.values()):
+            self.timers.soonest('below', self._below_at)
         if self.queue.skipping():
             self.timers.soonest('locked', self.now + SKIP_LOCKED_S)
         self._empty_claims = 0 if rows else self._empty_claims + 1
@@ -2536,7 +2563,10 @@ class Dispatcher:
             if row.status == Row.PENDING.value:
                 self._appeared(row, outcome)
             elif row.status == Row.PAUSED.value and row.due_s is not None:
-                self._retry_at(self.now + row.due_s)
+                if row.due_s < RETRY_GAP_S:
+                    self._rest(row.id)
+                else:
+                    self._retry_at(self.now + row.due_s)
         if self.outbox.sent:
             self.timers.set('resend', self.outbox.defer(self.now))
 
@@ -2550,14 +2580,18 @@ class Dispatcher:
                 log.warning('no section [stage-%s]: rows of that stage wait, the first is %d', printable(row.stage),
                             row.id)
         elif row.stage == outcome.stage and outcome.ended and not row.written:  # it re-enters its own stage
-            self._resting.add(row.id)
-            self.timers.set(('rest', row.id), self.now + RETRY_GAP_S)
+            self._rest(row.id)
         else:
             pool.look(row.id)
 
+    def _rest(self, id: int) -> None:
+        """Hold an id for a while that would run again at once: a loop must not be a hot one."""
+        self._resting.add(id)
+        self.timers.set(('rest', id), self.now + RETRY_GAP_S)
+
     def _rested(self, id: int) -> None:
         self._resting.discard(id)
-        self._revive = True  # somebody may have paused it meanwhile
+        self._revive = True  # its row is paused, or somebody may have paused it meanwhile
         for pool in self.pools.values():
             pool.look(id)
 
@@ -2627,6 +2661,10 @@ class Dispatcher:
     def _on_locked(self) -> None:
         for pool in self.pools.values():
             pool.look()
+
+    def _on_below(self) -> None:
+        for pool in self.pools.values():
+            pool.looking = pool.looking or pool.below
 
     def _on_look(self) -> None:
         """The gap after claims that found nothing is over."""
@@ -2758,7 +2796,7 @@ class Dispatcher:
             self._from_queue(queue.flush(self.stats.seal(queue.epoch)))
         elif rooms:
             self._claim_next = False
-            self._wants = [pool.want(room) for pool, room in rooms]
+            self._wants = [pool.want(room, self.now >= self._below_at) for pool, room in rooms]
             self._from_queue(queue.claim(self._wants, self.held()))
 
     def _ask_revive(self, sweep: bool) -> None:
@@ -2769,8 +2807,9 @@ class Dispatcher:
         """The pools that are worth a claim now, and how many ids each can take."""
         if self.phase is not Phase.SERVING or not self._swept or 'look' in self.timers:
             return []
-        rooms = [(pool, pool.worth_claiming(self.now)) for pool in self.pools.values() if pool.looking]
-        return [(pool, room) for pool, room in rooms if room]
+        rooms = [(pool, pool.worth_claiming(self.now) - self.outbox.unwritten[pool.config.name])
+                 for pool in self.pools.values() if pool.looking]
+        return [(pool, room) for pool, room in rooms if room > 0]
 
     def maintain(self) -> None:
         """Arm what follows from the state that this turn leaves behind; finish a stop."""

@@ -34,6 +34,7 @@ import io
 import json
 import math
 import os
+import re
 import select
 import shlex
 import signal
@@ -264,7 +265,7 @@ class Worker:
                 line = self.ids.readline(32)
                 if not line.endswith(b'\n'):
                     break  # Note: '12' may be what is left of '123' where the dispatcher died
-                if not line[:-1].isdigit():
+                if not re.match(rb'-?[0-9]+\n', line):
                     raise SystemExit('not an id: %r' % line)
                 self.send(self.work(int(line)))
 
