@@ -7,22 +7,36 @@ runs in the foreground until it gets SIGTERM.
 Usage:
   pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] [run] [--no-wait]
   pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] init [--print]
+  pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] check
+  pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] status [--watch] [--json | --prometheus]
+  pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] requeue [--dry-run] (--all | --stage=NAME | ID ...)
+  pepsi-dispatch [-c FILE] [-v ...] [-q] [--log-json] sample
   pepsi-dispatch -h | --help
   pepsi-dispatch --version
 
 Commands:
-  run         claim and dispatch messages (the default)
-  init        create the tables, indexes and triggers that are missing
+  run          claim and dispatch messages (the default)
+  init         create the tables, indexes and triggers that are missing
+  check        look for what would keep it from working: configuration, programs, database, rights, plan
+  status       show what there is to do, and who does it
+  requeue      make failed and timed out messages pending again; ID - reads ids from standard input
+  sample       print a commented pepsi.conf and a section for supervisord
 
 Options:
-  -c FILE     configuration; else $PEPSI_CONFIG, else /etc/pepsi/pepsi.conf
-  -v          log more: -v adds the single steps, -vv the statements
-  -q          log less: warnings and errors only
-  --log-json  log one JSON object a line
-  --no-wait   exit with 75 if another dispatcher holds the lock
-  --print     write the SQL to standard output; needs no database
-  -h --help   show this
-  --version   show the version
+  -c FILE       configuration; else $PEPSI_CONFIG, else /etc/pepsi/pepsi.conf
+  -v            log more: -v adds the single steps, -vv the statements
+  -q            log less: warnings and errors only
+  --log-json    log one JSON object a line
+  --no-wait     exit with 75 if another dispatcher holds the lock
+  --print       write the SQL to standard output; needs no database
+  --watch       look again every 2 s, until Ctrl-C
+  --json        one JSON object a line
+  --prometheus  the text format of Prometheus
+  --dry-run     only say how many
+  --all         all that failed or timed out
+  --stage=NAME  those of one stage
+  -h --help     show this
+  --version     show the version
 """
 # Design note
 # ===========
@@ -92,6 +106,7 @@ import random
 import re
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -117,7 +132,8 @@ log = logging.getLogger('pepsi-dispatch')
 TRACE = 5  # a level below debug: statements
 logging.addLevelName(TRACE, 'TRACE')
 
-EXIT_OK, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERNAL, EXIT_RUNNING, EXIT_CONFIG = 0, 64, 69, 70, 75, 78  # sysexits.h
+EXIT_OK, EXIT_FOUND, EXIT_NOT_RUNNING = 0, 1, 1
+EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERNAL, EXIT_RUNNING, EXIT_CONFIG = 64, 69, 70, 75, 78  # as in sysexits.h
 
 CONFIG_DEFAULT = '/etc/pepsi/pepsi.conf'
 CHANNEL = 'ingress'
@@ -151,6 +167,7 @@ SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
 SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
 
 PROBE_S = 0.1  # a stage of unknown speed shows it on one message; the others wait this long at most
+FILL_S = 1.0  # all workers of a slow stage are busy for this long: now ids are queued behind their heads
 START_S = 1.0  # a worker that reads nothing for this long is slow, not starting
 AVERAGE_WEIGHT = 0.2  # of the latest pass in a stage's average
 DEATHS_IN_A_ROW = 3  # without an answer between them, until the stage cools down
@@ -161,6 +178,8 @@ SURVIVORS_POLL_S = 0.1
 IDLE_FLUSH_S = 1.0  # statistics are written this long after the last flush when nothing is in flight
 LEAST_INTERVAL_S = 0.05  # of heartbeats and flushes, whatever the configuration says: no busy loop
 LONGEST_WAIT_S = 3600.0  # select() takes no infinity
+WATCH_S = 2.0  # between two looks of status --watch
+OLD_TRANSACTION_S = 300.0  # check warns of a transaction that holds back vacuum for longer
 
 
 # -- vocabulary --------------------------------------------------------------------------------------------------------
@@ -314,6 +333,7 @@ class Config(NamedTuple):
     config_file: str
     stages: Dict[str, StageConfig]
     warnings: Tuple[str, ...] = ()
+    sources: Tuple[Tuple[str, str, str, str], ...] = ()  # (section, option, text, where it came from), for check -v
 
 
 _UNITS = {'': 1.0}
@@ -407,7 +427,7 @@ OPTIONS = {
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """', nearest is X' for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), 1)
+    close = difflib.get_close_matches(word, list(known), 1, 0.7)
     return ', the nearest known one is %s' % close[0] if close else ''
 
 
@@ -419,7 +439,10 @@ def parse_config(text: str, file: str) -> Config:
     """
     parser = configparser.RawConfigParser(strict=True, default_section='\n', comment_prefixes=('#', ';'),
                                           empty_lines_in_values=False)
-    errors, warnings, read = [], [], {}  # type: List[str], List[str], Dict[str, Dict[str, Any]]
+    errors: List[str] = []
+    warnings: List[str] = []
+    read: Dict[str, Dict[str, Any]] = {}  # values by section
+    raw: Dict[Tuple[str, str], str] = {}  # texts by section and option
     try:
         parser.read_string(text[1:] if text.startswith('\ufeff') else text, source=file)
     except configparser.MissingSectionHeaderError as e:
@@ -443,8 +466,9 @@ def parse_config(text: str, file: str) -> Config:
             errors.append("%s: [%s]: a stage needs a name of printable characters other than 'id'" % (file, shown))
             continue
         if kind not in OPTIONS:
-            hint = nearest(section, ['pepsi', 'pepsi-dispatch', 'stage-NAME'])
-            if hint or not section.startswith('pepsi-'):
+            neighbour = section.startswith('pepsi-')
+            hint = nearest(section, ['pepsi-dispatch'] if neighbour else ['pepsi', 'pepsi-dispatch', 'stage-NAME'])
+            if hint or not neighbour:
                 warnings.append('%s: unknown section [%s]%s' % (file, shown, hint or ', known are [pepsi], '
                                                                 '[pepsi-dispatch] and [stage-NAME]'))
             continue
@@ -457,6 +481,7 @@ def parse_config(text: str, file: str) -> Config:
                 continue
             try:
                 values[name] = known[name].parse(value)
+                raw[section, name] = value
             except ValueError as e:
                 secret = '' if name == 'DATABASE' else " '%s'" % printable(value)
                 errors.append('%s: [%s] %s =%s is wrong: it must be %s' % (file, shown, name, secret, e))
@@ -485,12 +510,36 @@ def parse_config(text: str, file: str) -> Config:
         warnings.append('%s: no [stage-NAME] section: nothing will be dispatched' % file)
     v = effective('pepsi-dispatch', 'pepsi-dispatch')
     return Config(file, read.get('pepsi', {}).get('DATABASE', ''), v['POLL_INTERVAL'], v['STATS_INTERVAL'],
-                  v['STOP_TIMEOUT'], v.get('CONFIG_FILE') or os.path.abspath(file), stages, tuple(warnings))
+                  v['STOP_TIMEOUT'], v.get('CONFIG_FILE') or os.path.abspath(file), stages, tuple(warnings),
+                  tuple(origins(file, stages, raw)))
+
+
+def origins(file: str, stages: Iterable[str],
+            raw: Dict[Tuple[str, str], str]) -> Iterable[Tuple[str, str, str, str]]:
+    """Yield (section, option, text, where it came from) for every option that is in force; no password among them."""
+    for section in ['pepsi', 'pepsi-dispatch'] + ['stage-' + stage for stage in stages]:
+        for option in OPTIONS['stage-' if section.startswith('stage-') else section]:
+            if (section, option.name) in raw:
+                text, source = raw[section, option.name], file
+            elif ('pepsi-dispatch', option.name) in raw:
+                text, source = raw['pepsi-dispatch', option.name], '[pepsi-dispatch]'
+            else:
+                general = {o.name: o for o in OPTIONS['pepsi-dispatch']}.get(option.name, option)
+                text, source = option.default or general.default or '', 'default'
+            if option.name == 'DATABASE' and text:
+                words = psycopg2.extensions.parse_dsn(text)
+                text = ' '.join('%s=%s' % (key, '********' if 'password' in key else words[key]) for key in words)
+            yield section, option.name, text, source
 
 
 def difference(old: StageConfig, new: StageConfig) -> str:
     """Say for the log which options of a stage have changed, and how."""
-    changes = ['%s %s -> %s' % (name.upper(), a, b) for name, a, b in zip(old._fields, old, new) if a != b]
+    def show(value: Any) -> str:
+        return ' '.join(map(shlex.quote, value)) if isinstance(value, tuple) else \
+            brief(value) if isinstance(value, float) else str(value)
+
+    changes = ['%s %s -> %s' % (name.upper()[:-2] if name.endswith('_s') else name.upper(), show(a), show(b))
+               for name, a, b in zip(old._fields, old, new) if a != b]
     return printable('; '.join(changes) or 'CONFIG_FILE', 500)
 
 
@@ -525,6 +574,8 @@ CREATE TABLE IF NOT EXISTS queue (
         autovacuum_vacuum_insert_scale_factor = 0.05);
 CREATE INDEX IF NOT EXISTS queue_pending ON queue (stage, ingress_id) WHERE status = 'pending';
 CREATE INDEX IF NOT EXISTS queue_paused ON queue (timeout) WHERE status = 'paused';
+-- For the look for rows without an owner at every start, and for status: without it they read the whole table.
+CREATE INDEX IF NOT EXISTS queue_unfinished ON queue (status, stage) WHERE status IN ('running', 'failed', 'timeout');
 
 CREATE TABLE IF NOT EXISTS stage_stats (
     stage              text PRIMARY KEY,
@@ -596,7 +647,6 @@ SESSION = {
     'DateStyle': 'ISO', 'IntervalStyle': 'postgres', 'bytea_output': 'hex',
     'jit': 'off', 'enable_seqscan': 'off', 'enable_bitmapscan': 'off', 'enable_hashjoin': 'off',
     'enable_mergejoin': 'off', 'enable_sort': 'off', 'max_parallel_workers_per_gather': '0',
-    'plan_cache_mode': 'force_custom_plan',
     'pepsi.dispatcher': 'on',
 }
 
@@ -655,21 +705,21 @@ LISTEN = 'LISTEN ' + CHANNEL
 RELAX = 'SET synchronous_commit = off'
 
 # Under the lock, after the sweep, while some stage has room and a reason to look. Sets only rows running that are
-# pending in the very moment, of the stages asked for, never more than the cap. What holds it on the partial index:
-# `stage = ANY (ARRAY[...])` with ORDER BY stage, ingress_id is an order that no other index serves, and the rows are
-# fixed by their place before the update.
+# pending in the very moment, of the stages asked for, never more than the cap: the ids are fixed before the update.
+# `stage = ANY (ARRAY[...])` with ORDER BY stage, ingress_id is an order that no index but the partial one serves. By
+# id, not by place: a row that somebody touched while we waited for its lock is claimed all the same. Rows that were
+# moved between two stages in that moment are told by RETURNING.
 # Note: `|| ''` hides the guards of the target from the planner. A bare `status = 'pending'` proves the partial index
-# usable there, too; where the statistics know of no pending row that looks cheaper than a few places, and it reads the
-# whole index (2.7 s at 1,000,000 rows). Rows that somebody moved between two configured stages while we waited
-# for their lock are told by RETURNING.
+# usable there, too; where the statistics know of no pending row that looks cheaper than a few keys, and it reads the
+# whole index (2.7 s at 1,000,000 rows).
 CLAIM = """
 UPDATE queue
 SET status = 'running'
-WHERE ctid = ANY (ARRAY(
-    SELECT p.ctid
+WHERE ingress_id = ANY (ARRAY(
+    SELECT p.ingress_id
     FROM unnest(%(stages)s::text[], %(caps)s::bigint[], %(floors)s::bigint[]) AS s(stage, cap, floor),
     LATERAL (
-        SELECT q.ctid
+        SELECT q.ingress_id
         FROM queue AS q
         WHERE q.stage = ANY (ARRAY[s.stage])
           AND q.status = 'pending'
@@ -722,6 +772,18 @@ SETTLE_SKIPPING = SETTLE.replace(
         FOR UPDATE OF q SKIP LOCKED
     ) AS f
 """)
+
+# Once a session: what is sent for each batch is planned once. A generic plan is right for both, in every state of the
+# statistics, but cannot hash the held ids: beyond PREPARED_HELD of them the claim is sent as text.
+PREPARE = """
+SET plan_cache_mode = force_generic_plan;
+PREPARE claim (text[], bigint[], bigint[], bigint[]) AS %s;
+PREPARE settle (bigint[], text[], text[], text[], text) AS %s
+""" % (CLAIM % {'stages': '$1', 'caps': '$2', 'floors': '$3', 'held': '$4'},
+       SETTLE % {'ids': '$1', 'stages': '$2', 'verdicts': '$3', 'errors': '$4', 'durable': '$5'})
+PREPARED_CLAIM = 'EXECUTE claim (%(stages)s, %(caps)s, %(floors)s, %(held)s)'
+PREPARED_SETTLE = 'EXECUTE settle (%(ids)s, %(stages)s, %(verdicts)s, %(errors)s, %(durable)s)'
+PREPARED_HELD = 1000
 
 # Under the lock. Flips paused rows that are due; with `sweep` also resets rows running without an owner, which reads
 # the whole table, and looks whether the lock is still ours. Skips what is locked and tells how many, to come back.
@@ -805,6 +867,109 @@ WITH fence AS (
         processing_seconds = s.processing_seconds + excluded.processing_seconds
 )
 SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
+"""
+
+# requeue: which rows, and how.
+REQUEUED = """
+status IN ('failed', 'timeout')
+  AND (%(every)s OR stage = %(stage)s OR ingress_id = ANY (%(ids)s::bigint[]))
+"""
+REQUEUE = """
+UPDATE queue
+SET status = 'pending',
+    state = CASE WHEN jsonb_typeof(state) = 'object' THEN state - 'dispatch_error' ELSE state END
+WHERE """ + REQUEUED + """
+RETURNING ingress_id
+"""
+
+# status: each part by the partial index that holds just its rows.
+STATUS_ROWS = """
+SELECT stage, 'pending', count(*) FROM queue WHERE status = 'pending' GROUP BY stage
+UNION ALL
+SELECT stage, 'paused', count(*) FROM queue WHERE status = 'paused' GROUP BY stage
+UNION ALL
+SELECT stage, status, count(*) FROM queue WHERE status IN ('running', 'failed', 'timeout') GROUP BY stage, status
+"""
+STATUS_COUNTERS = 'SELECT stage, processed, failed, timeouts, crashes, processing_seconds FROM stage_stats'
+# A row has no time of its own; the server knows when it was written if it tracks that.
+STATUS_OLDEST = """
+SELECT s.stage, (
+    SELECT CASE WHEN current_setting('track_commit_timestamp') = 'on'
+                THEN greatest(0, extract(epoch FROM now() - pg_xact_commit_timestamp(q.xmin)))::float8 END
+    FROM queue AS q
+    WHERE q.stage = ANY (ARRAY[s.stage]) AND q.status = 'pending'
+    ORDER BY q.stage, q.ingress_id
+    LIMIT 1)
+FROM unnest(%(stages)s::text[]) AS s(stage)
+"""
+STATUS_WORKERS = """
+SELECT application_name, count(*)
+FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'pepsi/%'
+GROUP BY application_name
+"""
+STATUS_TOTALS = """
+SELECT d.stages, d.messages, (
+    SELECT greatest(0, least(extract(epoch FROM q.timeout - now())::float8, 1e9))
+    FROM queue AS q
+    WHERE q.status = 'paused' AND q.timeout < 'infinity' AND q.timeout > '-infinity'
+    ORDER BY q.timeout
+    LIMIT 1)
+FROM dispatch_stats AS d
+"""
+
+# check
+CHECK_SERVER = """
+SELECT current_setting('server_version'), current_setting('server_version_num'), pg_backend_pid(),
+       pg_is_in_recovery(), current_setting('transaction_read_only') = 'on'
+"""
+CHECK_CONNECTIONS = """
+SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,
+       (SELECT count(*) FROM pg_stat_activity
+        WHERE pid <> pg_backend_pid() AND application_name NOT LIKE 'pepsi%' AND datname IS NOT NULL)
+"""
+CHECK_COLUMNS = """
+SELECT a.attname, format_type(a.atttypid, NULL)
+FROM pg_attribute AS a
+WHERE a.attrelid = to_regclass(%(table)s) AND a.attnum > 0 AND NOT a.attisdropped
+"""
+CHECK_RIGHTS = """
+SELECT c FROM unnest(%(columns)s::text[]) AS c
+WHERE NOT has_column_privilege(to_regclass(%(table)s)::oid, c, %(right)s)
+"""
+CHECK_KEY = """
+SELECT 1
+FROM pg_index AS i JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+WHERE i.indrelid = 'queue'::regclass AND i.indisunique AND i.indisvalid AND i.indpred IS NULL
+  AND i.indnkeyatts = 1 AND a.attname = 'ingress_id'
+"""
+CHECK_PARTIAL = """
+SELECT 1
+FROM pg_index AS i
+WHERE i.indrelid = 'queue'::regclass AND i.indisvalid AND pg_get_expr(i.indpred, i.indrelid) LIKE %(status)s
+"""
+# A loose index scan: one look for each stage that has pending rows, not one for each row.
+CHECK_STAGES = """
+WITH RECURSIVE found(stage) AS (
+    (SELECT q.stage FROM queue AS q WHERE q.status = 'pending' ORDER BY q.stage LIMIT 1)
+    UNION ALL
+    SELECT (SELECT q.stage FROM queue AS q WHERE q.status = 'pending' AND q.stage > f.stage ORDER BY q.stage LIMIT 1)
+    FROM found AS f
+    WHERE f.stage IS NOT NULL
+)
+SELECT stage FROM found WHERE stage IS NOT NULL LIMIT 100
+"""
+CHECK_OLD = """
+SELECT pid, concat_ws(' ', usename, application_name), extract(epoch FROM now() - xact_start)::float8
+FROM pg_stat_activity
+WHERE (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND now() - xact_start > %(limit)s * interval '1 second'
+ORDER BY xact_start
+LIMIT 3
+"""
+CHECK_DEAD = "SELECT n_dead_tup, n_live_tup FROM pg_stat_user_tables WHERE relid = to_regclass('queue')"
+CHECK_TRIGGER = """
+SELECT 1 FROM pg_trigger
+WHERE tgrelid = 'queue'::regclass AND NOT tgisinternal AND tgenabled <> 'D' AND tgtype & 4 = 4
 """
 
 
@@ -1042,6 +1207,8 @@ class Pool:
         """Take the first `room` ids of a claim, ascending. It came back full: there may be more above the last one.
         It came back short: nothing is left to look for, unless something was noted meanwhile."""
         self.ready.extend(ids[:room])
+        if len(self.ready) > len(ids):
+            self.ready = collections.deque(sorted(self.ready))
         floor = ids[-1] + 1 if ids else want.floor
         if len(ids) >= want.cap:
             self.looking = True
@@ -1068,9 +1235,10 @@ class Pool:
         (None, 0): nobody now.
 
         The packing rule: as few workers as cost nobody time. An id goes behind another one only where passes are
-        known to be short and the head of that line is not itself slow; else to an idle or a new worker; when all
-        are busy the shortest line takes it. While the speed is unknown one id shows it, and the others wait for
-        that, PROBE_S at most.
+        known to be short and the head of that line is not itself slow; else to an idle or a new worker. When all are
+        busy the shortest line takes it; where passes are long only after FILL_S without an answer, since an id that
+        is handed cannot be taken back, and one that waits goes to whoever is free first. While the speed is unknown
+        one id shows it, and the others wait for that, PROBE_S at most.
         """
         open_workers = [w for w in self.workers if w.room()]
         quick, below_s = self.quick(), self.config.pack_below_s
@@ -1091,7 +1259,7 @@ class Pool:
             return idle[-1], min(many, idle[-1].room())
         if len(self.workers) < self.config.parallelism and now >= self.breaker.spawn_at:
             return None, many
-        if open_workers:
+        if open_workers and (quick or min(w.busy_s(now) for w in open_workers) >= FILL_S):
             return min(open_workers, key=lambda w: len(w.inflight)), 1
         return None, 0
 
@@ -1346,16 +1514,16 @@ class Child:
             return b''
 
     def write(self, data: bytes) -> int:
-        """Write what fits now and return how many bytes that was. A broken pipe takes everything: the exit status
-        of the worker, not its pipe, tells what happened. Does not block."""
+        """Write what fits now and return how many bytes that was; -1: nothing will fit any more, nobody reads. That is
+        no verdict: the exit status of the worker, not its pipe, tells what happened. Does not block."""
         if self.stdin is None:
-            return len(data)
+            return -1
         try:
             return os.write(self.stdin, data)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            return len(data)
+            return -1
 
     def unread(self) -> int:
         """Bytes in its stdin pipe that it has not read; 0 where the system cannot tell."""
@@ -1423,7 +1591,8 @@ class Worker:
         self.eof = False  # it closed its stdout
         self.pending = b''  # not yet taken by its stdin pipe
         self._framing = Framing()
-        self._trusted = True  # I3
+        self._trusted = True  # I3: all that it wrote were answers
+        self._overlong = False  # nothing more is read
         self._reading_since: Optional[float] = None  # when it was first seen to have read something
 
     def alive(self) -> bool:
@@ -1466,16 +1635,18 @@ class Worker:
             self.state = WorkerState.FINISHING
 
     def flush(self) -> bool:
-        """Write what its pipe takes now. Returns whether nothing is left."""
-        if self.pending:
-            self.pending = self.pending[self.child.write(self.pending):]
-        return not self.pending
+        """Write what its pipe takes now. Returns whether there is nothing to wait for. What nobody reads stays: it was
+        not begun."""
+        written = self.child.write(self.pending) if self.pending else 0
+        if written > 0:
+            self.pending = self.pending[written:]
+        return written < 0 or not self.pending
 
     def receive(self, limit: int = READ_SIZE) -> Tuple[List[bytes], Optional[str]]:
         """Read up to `limit` bytes (rounded up to whole reads); return complete lines and what is wrong, if
         anything is. Lines come before the wrong."""
         lines, wrong = [], None  # type: List[bytes], Optional[str]
-        while limit > 0 and not self.eof and self._trusted:
+        while limit > 0 and not self.eof and self._trusted and not self._overlong:
             data = self.child.read()
             if data is None:
                 break
@@ -1484,7 +1655,7 @@ class Worker:
             more, overlong = self._framing.feed(data)
             lines += more
             if overlong is not None:
-                self._trusted = False
+                self._overlong = True
                 wrong = 'a line of more than %d bytes: %s' % (LINE_LIMIT, show(overlong))
         return lines, wrong
 
@@ -1700,9 +1871,9 @@ class Queue:
 
     def claim(self, wants: Sequence[Want], held: Sequence[int]) -> List[Any]:
         """Set pending rows running; the value of the reply is a list of (id, stage), in no order."""
-        return self._start('claim', self._claiming(
-            {'stages': array([w.stage for w in wants]), 'caps': array([w.cap for w in wants]),
-             'floors': array([w.floor for w in wants]), 'held': array(held)}))
+        return self._start('claim', self._claiming(len(held) <= PREPARED_HELD, {
+            'stages': array([w.stage for w in wants]), 'caps': array([w.cap for w in wants]),
+            'floors': array([w.floor for w in wants]), 'held': array(held)}))
 
     def settle(self, outcomes: Sequence[Outcome]) -> List[Any]:
         """Write outcomes; the value of the reply is a list of Settled, for those whose commit is sure."""
@@ -1723,10 +1894,10 @@ class Queue:
     def _single(self, statement: Statement) -> Operation:
         return (yield statement)
 
-    def _claiming(self, params: Dict[str, Any]) -> Operation:
+    def _claiming(self, few: bool, params: Dict[str, Any]) -> Operation:
         if not self.skipping():
             try:
-                return (yield Statement(CLAIM, params))
+                return (yield Statement(PREPARED_CLAIM if few else CLAIM, params))
             except psycopg2.Error as e:
                 if e.pgcode != LOCKED:
                     raise
@@ -1758,7 +1929,7 @@ class Queue:
         rows = None
         if not self.skipping():
             try:
-                rows = yield Statement(SETTLE, params)
+                rows = yield Statement(PREPARED_SETTLE, params)
             except psycopg2.Error as e:
                 if e.pgcode != LOCKED:
                     raise
@@ -1834,6 +2005,7 @@ class Queue:
             if epoch != self.epoch:
                 return Replaced(epoch)
         yield Statement(RELAX)
+        yield Statement(PREPARE)
         return Taken(system, epoch, flush)
 
     # the machine below
@@ -2363,6 +2535,8 @@ class Dispatcher:
         self.timers.cancel(('cooldown', config.name))
         for worker in pool.workers:
             worker.finish()
+            if worker.inflight:
+                self.timers.soonest(('watchdog', worker.pid), worker.head_since + config.max_runtime_s)
             if worker.state is WorkerState.FINISHING and not worker.inflight:
                 self._let_go(worker)
 
@@ -2746,7 +2920,7 @@ class Dispatcher:
                 self._selector.register(worker.child.stdin, selectors.EVENT_WRITE, worker)
             self.timers.soonest(('watchdog', worker.pid), worker.head_since + pool.config.max_runtime_s)
         if pool.ready:
-            self.timers.soonest('pack', self.now + PROBE_S)
+            self.timers.soonest('pack', self.now + (PROBE_S if pool.average_s is None else FILL_S))
 
     def _spawn(self, pool: Pool) -> Optional[Worker]:
         """Start a worker. None, and the stage cools down, if that fails."""
@@ -2863,22 +3037,447 @@ def run(config: Config, wait_for_lock: bool = True) -> int:
                       load=lambda: load_config(config.file)).run()
 
 
+class Session:
+    """A short, blocking session of a one-shot command; a context manager that commits, or rolls back on an error."""
+
+    def __init__(self, config: Config, command: str) -> None:
+        """Connect. Raises Failure (EXIT_UNAVAILABLE)."""
+        options: Dict[str, Any] = {'connect_timeout': 10, 'client_encoding': 'UTF8'}
+        try:
+            options.update(psycopg2.extensions.parse_dsn(config.database))
+            options['application_name'] = 'pepsi-dispatch ' + command
+            self.conn = psycopg2.connect(**options)
+        except psycopg2.Error as e:
+            raise Failure(EXIT_UNAVAILABLE, 'cannot reach the database: %s' % complaint(e)) from None
+
+    def __enter__(self) -> 'Session':
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            if kind is None:
+                self.conn.commit()
+        except psycopg2.Error as e:
+            raise failure_of(e) from None
+        finally:
+            self.conn.close()
+        if isinstance(error, psycopg2.Error):
+            raise failure_of(error) from None
+
+    def ask(self, sql: str, **params: Any) -> List[Tuple[Any, ...]]:
+        """Run a statement and return its rows. Raises psycopg2.Error."""
+        with self.conn.cursor() as cursor:
+            cursor.execute(sql, params or None)
+            return cursor.fetchall() if cursor.description else []
+
+
+def failure_of(e: psycopg2.Error) -> Failure:
+    """What a failed statement of a one-shot command means to the operator."""
+    if e.pgcode in MISSING:
+        return Failure(EXIT_CONFIG, 'the tables are missing or unusable: %s; run pepsi-dispatch init' % complaint(e))
+    return Failure(EXIT_UNAVAILABLE, 'the database refused: %s; nothing was changed' % complaint(e))
+
+
 def init(config: Config) -> int:
     """Create what is missing, in one transaction. Raises Failure if the database cannot be reached or refuses."""
-    try:
-        conn = psycopg2.connect(config.database, application_name='pepsi-dispatch init')
-    except psycopg2.Error as e:
-        raise Failure(EXIT_UNAVAILABLE, 'cannot reach the database: %s' % complaint(e)) from None
-    try:
-        with conn, conn.cursor() as cursor:
-            cursor.execute(SCHEMA)
-    except psycopg2.Error as e:
-        raise Failure(EXIT_CONFIG if e.pgcode else EXIT_UNAVAILABLE, 'init failed, nothing was changed: %s'
-                      % complaint(e)) from None
-    finally:
-        conn.close()
+    with Session(config, 'init') as session:
+        session.ask('SET lock_timeout = %(ms)s', ms=10000)
+        session.ask(SCHEMA)
     log.info('created what was missing')
     return EXIT_OK
+
+
+def requeue(config: Config, ids: Optional[Sequence[int]], stage: Optional[str], dry_run: bool) -> int:
+    """Make failed and timed out messages pending again: these ids, those of a stage, or all. Prints how many."""
+    params = {'every': ids is None and stage is None, 'stage': stage, 'ids': None if ids is None else array(ids)}
+    with Session(config, 'requeue') as session:
+        session.ask("SELECT set_config('pepsi.dispatcher', 'on', true)")  # one NOTIFY, not one for each row
+        if dry_run:
+            [(number,)] = session.ask('SELECT count(*) FROM queue WHERE ' + REQUEUED, **params)
+        else:
+            number = len(session.ask(REQUEUE, **params))
+            session.ask('NOTIFY ' + CHANNEL)
+    print('%s %d message%s' % ('would requeue' if dry_run else 'requeued', number, '' if number == 1 else 's'))
+    return EXIT_OK
+
+
+def read_ids(words: Iterable[str]) -> List[int]:
+    """Turn words into ids; `-` stands for those on standard input. Raises Failure (EXIT_USAGE)."""
+    ids: List[int] = []
+    for word in words:
+        for text in sys.stdin.read().split() if word == '-' else [word]:
+            if not re.match(r'-?[0-9]{1,19}\Z', text) or not FIRST_ID <= int(text) <= LAST_ID:
+                raise Failure(EXIT_USAGE, "not an id: '%s'" % printable(text))
+            ids.append(int(text))
+    return ids
+
+
+def sample() -> int:
+    """Print a commented configuration and a section for supervisord, from the table of options."""
+    print('# pepsi.conf: what stands behind a # is the default. Times: 250 ms, 5 s, 5 min, 1.5 h, 1 d, forever.')
+    for kind, options in OPTIONS.items():
+        print('\n[%s]' % (kind + 'example' if kind.endswith('-') else kind))
+        for option in options:
+            print('# %s' % option.about)
+            if option.default is None:
+                print('%s = /usr/local/lib/pepsi/example' % option.name)
+            else:
+                print('#%s = %s' % (option.name, option.default))
+    grace_s = parse_time({o.name: o for o in OPTIONS['pepsi-dispatch']}['STOP_TIMEOUT'].default or '')
+    print(SUPERVISOR % {'wait': math.ceil(grace_s + FINISH_S) + 3})
+    return EXIT_OK
+
+
+SUPERVISOR = """
+# For supervisord, in a file of its own, without the leading '; '. stopwaitsecs is longer than STOP_TIMEOUT and what is
+# written after it. The dispatcher stops its workers itself; killasgroup is for the case that it cannot.
+;
+; [program:pepsi-dispatch]
+; command=pepsi-dispatch -c /etc/pepsi/pepsi.conf run
+; autorestart=true
+; startretries=1000000
+; stopsignal=TERM
+; stopwaitsecs=%(wait)d
+; stopasgroup=false
+; killasgroup=true
+; redirect_stderr=true
+; stdout_logfile=/var/log/pepsi-dispatch.log"""
+
+
+# status
+
+def look_at(session: Session, config: Config) -> Dict[str, Any]:
+    """Return what `status` shows: the keys of `--json`, and `counters`: the rows of stage_stats by stage.
+
+    Reads the partial indexes only: the cost grows with what is not done, not with what is. Raises psycopg2.Error.
+    """
+    dispatcher = None
+    for pid, name, address, since, epoch in session.ask(HOLDER, key=LOCK_KEY):
+        match = re.match(r'pepsi-dispatch ([0-9]+)@(.*)', name or '')
+        dispatcher = {'pid': int(match.group(1)) if match else pid, 'host': match.group(2) if match else address,
+                      'since': since, 'epoch': epoch}
+    counters = {stage: dict(zip(COLUMNS + ('processing_seconds',), row))
+                for stage, *row in session.ask(STATUS_COUNTERS)}
+    stages: Dict[str, Dict[str, Any]] = {}
+    rows = session.ask(STATUS_ROWS)
+    for stage in sorted(set(config.stages) | set(counters) | {row[0] for row in rows}):
+        counter = counters.get(stage, {})
+        stages[stage] = {'pending': 0, 'running': 0, 'paused': 0, 'failed': 0, 'timeout': 0,
+                         'oldest_pending_seconds': None, 'workers': 0, 'processed': counter.get('processed', 0),
+                         'processing_seconds': counter.get('processing_seconds', 0.0)}
+    for stage, status, number in rows:
+        stages[stage][status] = number
+    waiting = array([stage for stage in stages if stages[stage]['pending']])
+    for stage, seconds in session.ask(STATUS_OLDEST, stages=waiting):
+        stages[stage]['oldest_pending_seconds'] = seconds
+    for name, number in session.ask(STATUS_WORKERS):
+        for stage in stages:
+            if name in session_names(stage):
+                stages[stage]['workers'] = number
+    [(total, messages, due_s)] = session.ask(STATUS_TOTALS)
+    return {'dispatcher': dispatcher, 'stages': stages, 'totals': {'stages': total, 'messages': messages},
+            'next_due_seconds': due_s, 'counters': counters}
+
+
+def session_names(stage: str) -> Tuple[str, str]:
+    """What the server makes of the PGAPPNAME of a stage's worker: 63 bytes, what is not ASCII replaced: by question
+    marks before PostgreSQL 16, escaped since."""
+    name = ('pepsi/' + stage).encode('utf-8')[:63]
+    plain = [chr(byte) if 32 <= byte < 127 else None for byte in name]
+    return (''.join(c or '?' for c in plain),
+            ''.join(c or '\\x%02x' % byte for c, byte in zip(plain, name))[:63])
+
+
+STATUSES = ('pending', 'running', 'paused', 'failed', 'timeout')
+
+
+def as_json(seen: Dict[str, Any]) -> str:
+    """One object on one line."""
+    return json.dumps({key: seen[key] for key in seen if key != 'counters'}, sort_keys=True)
+
+
+def as_prometheus(seen: Dict[str, Any]) -> str:
+    """The text exposition format, for the textfile collector of node_exporter."""
+    def label(text: str) -> str:
+        for character, escaped in (('\\', r'\\'), ('"', r'\"'), ('\n', r'\n')):
+            text = text.replace(character, escaped)
+        return text
+
+    lines: List[str] = []
+
+    def metric(name: str, kind: str, about: str, samples: Iterable[Tuple[str, Any]]) -> None:
+        lines.append('# HELP %s %s' % (name, about))
+        lines.append('# TYPE %s %s' % (name, kind))
+        lines.extend('%s%s %s' % (name, labels, repr(value)) for labels, value in samples if value is not None)
+
+    stages, counters = seen['stages'], seen['counters']
+    metric('pepsi_queue_messages', 'gauge', 'Messages by stage and status, final success left out.',
+           [('{stage="%s",status="%s"}' % (label(s), status), stages[s][status])
+            for s in stages for status in STATUSES])
+    metric('pepsi_oldest_pending_seconds', 'gauge', 'How long the first pending message of a stage has been pending.',
+           [('{stage="%s"}' % label(s), stages[s]['oldest_pending_seconds']) for s in stages])
+    for column, about in (('processed', 'Passes that ended in success.'), ('failed', 'Passes that ended in failure.'),
+                          ('timeouts', 'Workers killed by the watchdog.'), ('crashes', 'Workers that died at work.'),
+                          ('processing_seconds', 'Seconds from head of line to answer.')):
+        metric('pepsi_stage_%s_total' % column, 'counter', about,
+               [('{stage="%s"}' % label(s), counters[s][column]) for s in counters])
+    metric('pepsi_stages_total', 'counter', 'Passes ended, all stages together.', [('', seen['totals']['stages'])])
+    metric('pepsi_messages_total', 'counter', 'Messages that left the pipeline.', [('', seen['totals']['messages'])])
+    metric('pepsi_dispatcher_up', 'gauge', 'Whether a dispatcher holds the lock.',
+           [('', int(seen['dispatcher'] is not None))])
+    return '\n'.join(lines)
+
+
+def as_table(seen: Dict[str, Any], rates: Dict[str, float], colour: bool) -> str:
+    """For people. `rates` in passes a second since the look before; empty: there was none."""
+    def paint(code: str, text: str) -> str:
+        return '\033[%sm%s\033[0m' % (code, text) if colour and text.strip(' 0-') else text
+
+    d = seen['dispatcher']
+    lines = [paint('32', 'dispatcher pid %s on %s, epoch %s, since %s' % (d['pid'], d['host'], d['epoch'], d['since']))
+             if d else paint('31;1', 'no dispatcher is running')]
+    width = max([5] + [len(quoted(stage)) for stage in seen['stages']])
+    heads = ('PENDING', 'RUNNING', 'PAUSED', 'FAILED', 'TIMEOUT', 'OLDEST', 'WORKERS', 'PROCESSED')
+    lines.append(('%-*s' % (width, 'STAGE') + ''.join(' %9s' % head for head in heads)
+                  + ('   RATE/s' if rates else '')).rstrip())
+    most = max([1] + [row['pending'] for row in seen['stages'].values()])
+    for stage, row in seen['stages'].items():
+        age = '-' if row['oldest_pending_seconds'] is None else brief(row['oldest_pending_seconds'])
+        cells = ['%-*s' % (width, quoted(stage)), '%9d' % row['pending'], paint('36', '%9d' % row['running']),
+                 '%9d' % row['paused'], paint('31', '%9d' % row['failed']), paint('31', '%9d' % row['timeout']),
+                 '%9s' % age, '%9d' % row['workers'], '%9d' % row['processed']]
+        if rates:
+            cells.append('%8.1f %s' % (rates.get(stage, 0.0), '#' * (20 * row['pending'] // most)))
+        lines.append(' '.join(cells).rstrip())
+    due_s = seen['next_due_seconds']
+    lines.append('%d passes, %d messages out; next retry %s' % (
+        seen['totals']['stages'], seen['totals']['messages'], 'in ' + brief(due_s) if due_s is not None else 'none'))
+    return '\n'.join(lines)
+
+
+def status(config: Config, form: str, watch: bool) -> int:
+    """Show what there is to do and who does it; `form`: table, json or prometheus. With `watch` every WATCH_S until
+    Ctrl-C. Returns 0 if a dispatcher is running, else 1."""
+    colour = sys.stdout.isatty() and not os.environ.get('NO_COLOR')
+    before: Dict[str, int] = {}
+    looked = time.monotonic()
+    while True:
+        with Session(config, 'status') as session:
+            seen = look_at(session, config)
+        now = time.monotonic()
+        rates = {stage: (row['processed'] - before.get(stage, row['processed'])) / max(now - looked, 0.001)
+                 for stage, row in seen['stages'].items()} if before else {}
+        before, looked = {stage: row['processed'] for stage, row in seen['stages'].items()}, now
+        if form == 'table':
+            text = as_table(seen, rates, colour)
+            print('\033[H' + text.replace('\n', '\033[K\n') + '\033[J' if watch and sys.stdout.isatty() else text)
+        else:
+            print(as_json(seen) if form == 'json' else as_prometheus(seen))
+        sys.stdout.flush()
+        if not watch:
+            return EXIT_OK if seen['dispatcher'] else EXIT_NOT_RUNNING
+        time.sleep(WATCH_S)
+
+
+# check
+
+class Findings:
+    """What `check` has found: one line each on standard output, and how bad the worst is."""
+
+    def __init__(self) -> None:
+        self.errors = 0
+
+    def note(self, level: str, text: str, *mend: str) -> None:
+        """Print a finding; `mend`: SQL that would help, which is not run."""
+        self.errors += level == 'error'
+        print('%s: %s' % (level, printable(text, 2000)))
+        for line in mend:
+            print('    %s' % line)
+
+    def ok(self, text: str) -> None:
+        """All is well there."""
+        self.note('ok', text)
+
+
+COLUMN_TYPES = {
+    'queue': {'ingress_id': ('bigint',), 'stage': ('text', 'character varying'),
+              'status': ('text', 'character varying'), 'timeout': ('timestamp with time zone',), 'state': ('jsonb',)},
+    'stage_stats': {'stage': ('text', 'character varying'), 'processed': ('bigint',), 'failed': ('bigint',),
+                    'timeouts': ('bigint',), 'crashes': ('bigint',), 'processing_seconds': ('double precision',)},
+    'dispatch_stats': dict.fromkeys(('stages', 'messages', 'epoch', 'flush'), ('bigint',)),
+}  # type: Dict[str, Dict[str, Tuple[str, ...]]]
+RIGHTS = (('SELECT', 'queue', ('ingress_id', 'stage', 'status', 'timeout', 'state')),
+          ('UPDATE', 'queue', ('status', 'state')),
+          *((right, table, tuple(COLUMN_TYPES[table])) for table in ('stage_stats', 'dispatch_stats')
+            for right in ('SELECT', 'INSERT', 'UPDATE')))
+
+
+def check(config: Config, verbose: bool) -> int:
+    """Look for what would keep the dispatcher from working; prints findings, changes nothing. Returns 1 for errors."""
+    found = Findings()
+    for line in config.warnings:
+        found.note('warning', line)
+    found.ok('configuration %s: %d stages' % (config.file, len(config.stages)))
+    if verbose:
+        print_effective(config)
+    for stage in config.stages.values():
+        problem = program_problem(stage.program[0])
+        if problem:
+            found.note('error', 'stage %s: PROGRAM %s: %s' % (quoted(stage.name), stage.program[0], problem))
+        else:
+            found.ok('stage %s: PROGRAM %s' % (quoted(stage.name), stage.program[0]))
+    with Session(config, 'check') as session:
+        session.conn.autocommit = True
+        check_session(found, session, config)
+        if check_tables(found, session):
+            check_queue(found, session, config)
+            check_wake_up(found, session, config)
+    return EXIT_FOUND if found.errors else EXIT_OK
+
+
+def print_effective(config: Config) -> None:
+    """Print every option with its value and where that came from."""
+    for section, name, value, source in config.sources:
+        print('    [%s] %s = %s  (%s)' % (printable(section), name, printable(value), source))
+
+
+def program_problem(program: str) -> Optional[str]:
+    """Say why a program could not be started, None if nothing speaks against it."""
+    path = program if '/' in program else shutil.which(program)
+    if path is None:
+        return 'not found on PATH'
+    if not os.path.exists(path):
+        return 'not found'
+    if os.path.isdir(path) or not os.access(path, os.X_OK):
+        return 'not an executable file'
+    try:
+        with open(path, 'rb') as f:
+            first = f.readline(200)
+    except OSError:  # it may be executed all the same
+        return None
+    interpreter = first[2:].split()[:1] if first.startswith(b'#!') else []
+    if interpreter and not os.access(interpreter[0], os.X_OK):
+        return 'its interpreter %s is not an executable file' % interpreter[0].decode('utf-8', 'replace')
+    return None
+
+
+def check_session(found: Findings, session: Session, config: Config) -> None:
+    """The server, and whether a session keeps what it sets."""
+    [(version, number, pid, recovering, read_only)] = session.ask(CHECK_SERVER)
+    if int(number) < 130000:
+        found.note('warning', 'server: PostgreSQL %s; tested are 13 and later' % version)
+    else:
+        found.ok('server: PostgreSQL %s' % version)
+    if recovering or read_only:
+        found.note('error', 'server: %s; the dispatcher waits until it can write'
+                   % ('in recovery' if recovering else 'the database is read-only'))
+    if pid != session.conn.get_backend_pid() and shares_session(config.database, pid):
+        found.note('error', 'session: ' + POOLED)
+    else:
+        found.ok('session: keeps LISTEN and locks')
+    session.ask(SETTINGS, names=list(SESSION), values=list(SESSION.values()))
+    [(limit, used)] = session.ask(CHECK_CONNECTIONS)
+    wanted = sum(stage.parallelism for stage in config.stages.values()) + 1
+    text = 'connections: %d wanted (PARALLELISM of all stages + 1), %d of %d free' % (wanted, limit - used, limit)
+    if wanted > limit:
+        found.note('error', text, 'ALTER SYSTEM SET max_connections = %d;  -- and restart' % (wanted + 20))
+    elif wanted > limit - used:
+        found.note('warning', text)
+    else:
+        found.ok(text)
+
+
+def check_tables(found: Findings, session: Session) -> bool:
+    """Tables, columns, types, rows, rights. Returns whether it makes sense to look further."""
+    errors = found.errors
+    for table, types in COLUMN_TYPES.items():
+        there = dict(session.ask(CHECK_COLUMNS, table=table))
+        if not there:
+            found.note('error', 'table %s is missing: run pepsi-dispatch init' % table)
+            continue
+        for name, wanted in types.items():
+            if name not in there:
+                found.note('error', 'table %s has no column %s' % (table, name),
+                           'ALTER TABLE %s ADD COLUMN %s %s;' % (table, name, wanted[0]))
+            elif there[name] not in wanted:
+                found.note('error', 'column %s.%s is %s, it must be %s' % (table, name, there[name], wanted[0]))
+    if found.errors > errors:
+        return False
+    found.ok('tables: queue, stage_stats and dispatch_stats have what is needed')
+    for right, table, columns in RIGHTS:
+        missing = [name for name, in session.ask(CHECK_RIGHTS, right=right, table=table, columns=list(columns))]
+        if missing:
+            found.note('error', 'rights: no %s on %s (%s)' % (right, table, ', '.join(missing)),
+                       'GRANT %s (%s) ON %s TO %s;' % (right, ', '.join(missing), table,
+                                                       session.ask('SELECT quote_ident(current_user)')[0][0]))
+    if found.errors > errors:
+        return False
+    found.ok('rights: enough')
+    [(rows,)] = session.ask('SELECT count(*) FROM dispatch_stats')
+    if rows != 1:
+        found.note('error', 'dispatch_stats has %d rows instead of one' % rows,
+                   'INSERT INTO dispatch_stats DEFAULT VALUES;' if not rows else 'DELETE FROM dispatch_stats WHERE '
+                   'ctid <> (SELECT min(ctid) FROM dispatch_stats);')
+    return True
+
+
+def check_queue(found: Findings, session: Session, config: Config) -> None:
+    """The claim's plan, strangers in the queue, and what makes its index slow."""
+    keys = session.ask(CHECK_KEY)
+    if keys:
+        found.ok('queue: ingress_id is unique')
+    else:
+        found.note('error', 'queue: no unique index on ingress_id', 'ALTER TABLE queue ADD PRIMARY KEY (ingress_id);')
+    names = list(config.stages) or ['']
+    params = {'stages': array(names), 'caps': array([1] * len(names)), 'floors': array([FIRST_ID] * len(names)),
+              'held': '{}'}
+    plan = '\n'.join(line for line, in session.ask('EXPLAIN ' + CLAIM, **params))
+    if 'Seq Scan' in plan or not re.search(r'Index (Only )?Scan using \S+ on queue q', plan):
+        found.note('error', 'claim: its plan does not use a partial index on (stage, ingress_id)',
+                   "CREATE INDEX CONCURRENTLY queue_pending ON queue (stage, ingress_id) WHERE status = 'pending';")
+    else:
+        found.ok('claim: its plan uses the partial index')
+    for name, index in (('paused', 'queue_paused ON queue (timeout)'),
+                        ('running', 'queue_unfinished ON queue (status, stage)')):
+        if not session.ask(CHECK_PARTIAL, status='%' + name + '%'):
+            where = "status = 'paused'" if name == 'paused' else "status IN ('running', 'failed', 'timeout')"
+            found.note('warning', 'queue: no partial index finds the %s rows: looking for them reads the whole table'
+                       % name, 'CREATE INDEX CONCURRENTLY %s WHERE %s;' % (index, where))
+    for stage, in session.ask(CHECK_STAGES):
+        if stage not in config.stages:
+            found.note('warning', 'queue: rows are pending at stage %s, which has no section' % quoted(stage))
+    for pid, who, seconds in session.ask(CHECK_OLD, limit=OLD_TRANSACTION_S):
+        found.note('warning', 'vacuum: held back by a transaction of server process %d (%s), open for %s; claims slow '
+                   'down until it ends' % (pid, who, brief(seconds)), 'SELECT pg_terminate_backend(%d);' % pid)
+    for dead, live in session.ask(CHECK_DEAD):
+        if dead > 100000 and dead > live:
+            found.note('warning', 'vacuum: queue has %d dead rows beside %d living ones' % (dead, live),
+                       'VACUUM (ANALYZE) queue;')
+
+
+def check_wake_up(found: Findings, session: Session, config: Config) -> None:
+    """Does an INSERT notify? Tried with one that inserts no row, and wakes a running dispatcher once."""
+    hint = ('queue: an INSERT sends no notification: unless whoever inserts sends NOTIFY ingress, messages wait for '
+            'the heartbeat (POLL_INTERVAL %s)' % brief(config.poll_interval_s))
+    try:
+        session.ask(LISTEN)
+        session.ask('INSERT INTO queue (stage) SELECT NULL WHERE false')
+    except psycopg2.ProgrammingError as e:
+        if session.ask(CHECK_TRIGGER):
+            found.ok('queue: a trigger notifies on INSERT (not tried: %s)' % complaint(e))
+        else:
+            found.note('warning', hint, '-- pepsi-dispatch init --print shows the trigger')
+        return
+    deadline = time.monotonic() + 2
+    while not session.conn.notifies and time.monotonic() < deadline:
+        with selectors.DefaultSelector() as selector:
+            selector.register(session.conn.fileno(), selectors.EVENT_READ)
+            selector.select(0.1)
+        session.conn.poll()
+    if session.conn.notifies:
+        found.ok('queue: an INSERT sends a notification, and it arrives')
+    else:
+        found.note('warning', hint, '-- pepsi-dispatch init --print shows the trigger')
 
 
 # -- main --------------------------------------------------------------------------------------------------------------
@@ -2960,27 +3559,46 @@ def fill_standard_descriptors() -> None:
     os.close(fd)
 
 
+def dispatch_command(arguments: Dict[str, Any]) -> int:
+    """Do what the command line says. Raises Failure."""
+    if arguments['sample']:
+        return sample()
+    if arguments['init'] and arguments['--print']:
+        print(SCHEMA + GRANTS, end='')
+        return EXIT_OK
+    ids = read_ids(arguments['ID'])
+    config = load_config(arguments['-c'])
+    if arguments['check']:
+        return check(config, bool(arguments['-v']))
+    for line in config.warnings:
+        log.warning('%s', line)
+    if arguments['init']:
+        return init(config)
+    if arguments['status']:
+        form = 'json' if arguments['--json'] else 'prometheus' if arguments['--prometheus'] else 'table'
+        return status(config, form, arguments['--watch'])
+    if arguments['requeue']:
+        return requeue(config, ids or None, arguments['--stage'], arguments['--dry-run'])
+    return run(config, not arguments['--no-wait'])
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command line and return the exit code; `argv` without the program's name, default sys.argv[1:]."""
     try:
         arguments = docopt(__doc__, argv=None if argv is None else list(argv), version='pepsi-dispatch ' + __version__)
     except DocoptExit as e:
-        print(e, file=sys.stderr)
+        print(e.usage.strip(), file=sys.stderr)
         return EXIT_USAGE
     fill_standard_descriptors()
     set_up_log(arguments)
     try:
-        if arguments['init'] and arguments['--print']:
-            print(SCHEMA + GRANTS, end='')
-            return EXIT_OK
-        config = load_config(arguments['-c'])
-        for line in config.warnings:
-            log.warning('%s', line)
-        return init(config) if arguments['init'] else run(config, not arguments['--no-wait'])
+        return dispatch_command(arguments)
     except Failure as e:
         for line in e.lines:
             log.error('%s', line)
         return e.code
+    except KeyboardInterrupt:
+        return EXIT_OK
     except Exception:
         log.exception('internal error, please report it; a restart recovers')
         return EXIT_INTERNAL

@@ -58,7 +58,7 @@ class Pipeline:
         path = os.path.join(self.directory, name)
         with open(path, 'w', encoding='utf-8') as file:
             file.write(text)
-        return [sys.executable, '-S', '-E', path, self.log]
+        return [sys.executable, '-S', path, self.log]
 
     def write_config(self, stages, **options):
         """Write pepsi.conf and return its path. A heartbeat of an hour unless options say otherwise: nothing may

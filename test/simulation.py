@@ -73,9 +73,9 @@ class Table:
         self.listeners = []
         self._ids = itertools.count(1)
 
-    def insert(self, stage, status='pending', timeout=None):
+    def insert(self, stage, status='pending', timeout=None, id=None):
         """What pepsi-ingress does, and its trigger."""
-        id = next(self._ids)
+        id = next(self._ids) if id is None else id
         self.rows[id] = Row(stage, status, timeout)
         self.notify()
         return id
@@ -619,8 +619,8 @@ class FakeQueue:
                     count[row.stage] += 1
                     self._world.note('%s %d', what, id)
             reply += [(what, stage, number, None) for stage, number in count.items()]
-        return reply + [('lock', None, int(sweep and not self.robbed), None), ('lost', None, len(lost), None), ('ripe', None, len(ripe), None),
-                        ('next', None, 0, min(following) if following else None)]
+        return reply + [('lock', None, int(sweep and not self.robbed), None), ('lost', None, len(lost), None),
+                        ('ripe', None, len(ripe), None), ('next', None, 0, min(following) if following else None)]
 
     def _flush(self, batch):
         table, before = self._table, (self._table.epoch, self._table.flush)
@@ -965,7 +965,7 @@ class World:
 
     def _check_timers(self, serving):
         d, states = self.dispatcher, self.m.WorkerState
-        when = dict((key, at) for at, key in d.timers.pending())
+        when = {key: at for at, key in d.timers.pending()}
 
         def need(key, at=math.inf):
             if key not in when or when[key] > at + 1e-9:
@@ -1071,7 +1071,7 @@ class World:
 
     def check_counts(self):
         """The statistics in the database are our own."""
-        stages = {stage: values for stage, values in self.count.stages.items()}
+        stages = self.count.stages
         if self.table.totals != self.count.totals or set(stages) != set(self.table.stats):
             raise Broken('statistics: stages and messages are %s, not %s; %s, not %s' % (
                 self.table.totals, self.count.totals, self.table.stats, stages))
@@ -1170,12 +1170,14 @@ def stillborn(child):
 GOOD = ('quick', 'quick', 'quick', 'slow')
 ACTS = ('fail', 'crash', 'crash after commit', 'crash after answer', 'hang', 'garbage', 'overlong', 'wrong id',
         'two answers', 'close stdout', 'half an answer', 'unfinished', 'exit 0', 'fused')
+GARBAGE = (b'hello\n', b'\n', b'00\n', b'+0\n', b'0 done\n', b'256\n', b'\xff\n')
 HABITS = ('stillborn', 'ignores end of file', 'slow exit', 'dies idle', 'slow start', 'deaf', 'greedy', 'early answer',
           'grandchild', 'narrow pipe', 'in pieces')
 WRITES = ('advance', 'pause', 'pause for ever', 'again', 'other', 'delete', 'fail itself')
 FATES = ('send', 'before', 'after', 'silent', 'error', 'slow')
-DEEDS = ('insert', 'cancel', 'delete', 'pause', 'requeue', 'move', 'lock', 'trigger', 'snap', 'outage', 'freeze', 'refuse',
-         'kill a worker', 'stop the dispatcher', 'notify', 'hold the lock', 'lose the lock', 'reload', 'report')
+DEEDS = ('insert', 'cancel', 'delete', 'pause', 'requeue', 'move', 'lock', 'trigger', 'snap', 'outage', 'freeze',
+         'refuse', 'kill a worker', 'stop the dispatcher', 'notify', 'hold the lock', 'lose the lock', 'reload',
+         'report')
 
 
 class History(World):
@@ -1348,7 +1350,7 @@ class History(World):
             while True:
                 yield HOUR
         if act == 'garbage':
-            child.say(self.random.choice([b'hello\n', b'\n', b'00\n', b'+0\n', b'0 done\n', b'256\n', b'\xff\n']), ('bad',))
+            child.say(self.random.choice(GARBAGE), ('bad',))
         elif act == 'overlong':
             child.say(b'1 ' + b'x' * 9000, ('bad',))
         elif act == 'wrong id':

@@ -30,18 +30,20 @@ def get_errors(*lines):
 # -- values ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, seconds', [
-    ('5', 5.0), ('0.5', 0.5), ('.5', 0.5), ('5.', 5.0), ('1.5 h', 5400.0), ('250ms', 0.25), ('250 ms', 0.25), ('3 s', 3.0),
-    ('300 seconds', 300.0), ('1 second', 1.0), ('5 min', 300.0), ('5min', 300.0), ('5 minutes', 300.0),
-    ('1 minute', 60.0), ('2 h', 7200.0), ('2 hours', 7200.0), ('1 d', 86400.0), ('2 days', 172800.0), ('1 day', 86400.0),
-    ('20 milliseconds', 0.02), ('5 MIN', 300.0), (' 5\ts ', 5.0), ('forever', math.inf), ('Forever', math.inf),
+    ('5', 5.0), ('0.5', 0.5), ('.5', 0.5), ('5.', 5.0), ('1.5 h', 5400.0), ('250ms', 0.25), ('250 ms', 0.25),
+    ('3 s', 3.0), ('300 seconds', 300.0), ('1 second', 1.0), ('5 min', 300.0), ('5min', 300.0), ('5 minutes', 300.0),
+    ('1 minute', 60.0), ('2 h', 7200.0), ('2 hours', 7200.0), ('1 d', 86400.0), ('2 days', 172800.0),
+    ('1 day', 86400.0), ('20 milliseconds', 0.02), ('5 MIN', 300.0), (' 5\ts ', 5.0),
+    ('forever', math.inf), ('Forever', math.inf),
 ])
 def test_a_time_is_a_number_with_a_unit_or_seconds(text, seconds):
     assert m.parse_time(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize('text', [
-    '', ' ', 's', '-1', '+1', '1e3', '1,5 s', '1.5.2', '5 m', '5 M', '5 weeks', '5 s s', '5 s 3 ms', '0x10', 'nan', 'inf', 'infinity', 'never',
-    '\u0665', '5 \u017f', '1_000', 'forever 5', '0', '0 s', '0.000 h', '9' * 400, '0.' + '0' * 400 + '1',
+    '', ' ', 's', '-1', '+1', '1e3', '1,5 s', '1.5.2', '5 m', '5 M', '5 weeks', '5 s s', '5 s 3 ms', '0x10', 'nan',
+    'inf', 'infinity', 'never', '\u0665', '5 \u017f', '1_000', 'forever 5', '0', '0 s', '0.000 h',
+    '9' * 400, '0.' + '0' * 400 + '1',
 ])
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(ValueError):
@@ -80,16 +82,17 @@ def test_the_defaults_are_those_that_are_documented():
 
 
 def test_every_option_is_read():
-    config = parse('[pepsi]', 'DATABASE = host=h dbname=d', '[pepsi-dispatch]', 'MAX_RUNTIME = 1 h', 'WORKER_IDLE_TIMEOUT = 0',
-                   'POLL_INTERVAL = 2', 'STATS_INTERVAL = 3', 'STOP_TIMEOUT = 4', 'CONFIG_FILE = other.conf', '[stage-a]',
-                   'PROGRAM = p -x', 'PARALLELISM = 1', 'QUEUE_LIMIT = 2', 'MAX_MESSAGES = 3', 'PACK_BELOW = 4 ms')
+    config = parse('[pepsi]', 'DATABASE = host=h dbname=d', '[pepsi-dispatch]', 'MAX_RUNTIME = 1 h',
+                   'WORKER_IDLE_TIMEOUT = 0', 'POLL_INTERVAL = 2', 'STATS_INTERVAL = 3',
+                   'STOP_TIMEOUT = 4', 'CONFIG_FILE = other.conf', '[stage-a]', 'PROGRAM = p -x',
+                   'PARALLELISM = 1', 'QUEUE_LIMIT = 2', 'MAX_MESSAGES = 3', 'PACK_BELOW = 4 ms')
     assert config == m.Config(FILE, 'host=h dbname=d', 2.0, 3.0, 4.0, 'other.conf',
                               {'a': m.StageConfig('a', ('p', '-x'), 1, 2, 3, 0.004, 3600.0, 0.0)}, ())
 
 
 def test_a_stage_overrides_what_holds_for_all():
-    config = parse('[stage-a]', 'PROGRAM = x', 'MAX_RUNTIME = 1 s', 'WORKER_IDLE_TIMEOUT = forever', '[stage-b]', 'PROGRAM = x',
-                   '[pepsi-dispatch]', 'MAX_RUNTIME = 2 s', 'WORKER_IDLE_TIMEOUT = 3 s')
+    config = parse('[stage-a]', 'PROGRAM = x', 'MAX_RUNTIME = 1 s', 'WORKER_IDLE_TIMEOUT = forever', '[stage-b]',
+                   'PROGRAM = x', '[pepsi-dispatch]', 'MAX_RUNTIME = 2 s', 'WORKER_IDLE_TIMEOUT = 3 s')
     assert [(s.max_runtime_s, s.worker_idle_timeout_s) for s in config.stages.values()] == [(1.0, math.inf), (2.0, 3.0)]
 
 
@@ -170,14 +173,16 @@ def test_an_unknown_option_is_a_warning_that_names_the_nearest():
 
 
 @pytest.mark.parametrize('section, nearest', [
-    ('pepsi-dispach', 'pepsi-dispatch'), ('Pepsi', 'pepsi'), ('pepsidispatch', 'pepsi-dispatch'), ('stage_a', 'stage-NAME')])
+    ('pepsi-dispach', 'pepsi-dispatch'), ('Pepsi', 'pepsi'), ('pepsidispatch', 'pepsi-dispatch'),
+    ('stage_a', 'stage-NAME')])
 def test_an_unknown_section_is_a_warning_that_names_the_nearest(section, nearest):
     [warning] = parse(STAGE, '[%s]' % section, 'X = 1').warnings
     assert '[%s]' % section in warning and nearest in warning
 
 
 def test_the_sections_of_the_neighbours_are_none_of_our_business():
-    assert parse(STAGE, '[pepsi-httpd]', 'PORT = 80', '[pepsi-ingress]', 'X = 1', '[pepsi-queue]', '[pepsi-http]').warnings == ()
+    neighbours = '[pepsi-httpd]', 'PORT = 80', '[pepsi-ingress]', 'X = 1', '[pepsi-queue]', '[pepsi-http]'
+    assert parse(STAGE, *neighbours).warnings == ()
     assert len(parse(STAGE, '[postgres]', 'PORT = 80').warnings) == 1
 
 
@@ -188,7 +193,8 @@ def test_a_configuration_without_stages_is_a_warning():
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 def test_all_errors_are_told_at_once_each_with_file_section_option_and_value():
-    errors = get_errors('[pepsi-dispatch]', 'MAX_RUNTIME = soon', '[stage-a]', 'PROGRAM = x', 'QUEUE_LIMIT = 0', '[stage-b]')
+    errors = get_errors('[pepsi-dispatch]', 'MAX_RUNTIME = soon', '[stage-a]', 'PROGRAM = x', 'QUEUE_LIMIT = 0',
+                        '[stage-b]')
     assert len(errors) == 3
     assert errors[0].startswith("%s: [pepsi-dispatch] MAX_RUNTIME = 'soon' is wrong: it must be a time like " % FILE)
     assert errors[1] == "%s: [stage-a] QUEUE_LIMIT = '0' is wrong: it must be a whole number from 1 to 1000" % FILE
@@ -218,7 +224,8 @@ def test_a_bad_database_is_an_error_that_does_not_show_it():
         assert '[pepsi] DATABASE' in error and 'hunter2' not in error
 
 
-@pytest.mark.parametrize('value', ['', 'postgresql:///d', 'postgres://u:p%40ss@[::1]:5433/d?sslmode=disable', 'host=/tmp port=5 dbname=d'])
+@pytest.mark.parametrize('value', [
+    '', 'postgresql:///d', 'postgres://u:p%40ss@[::1]:5433/d?sslmode=disable', 'host=/tmp port=5 dbname=d'])
 def test_a_database_is_a_uri_a_keyword_string_or_nothing(value):
     assert parse('[pepsi]', 'DATABASE = ' + value, STAGE).database == value
 

@@ -81,7 +81,7 @@ class Stage:
     def claim(self, *ids):
         """Claim these ids with all the room that there is."""
         room = self.pool.room(self.now)
-        self.pool.claimed(self.pool.want(room), ids, room)
+        self.pool.claimed(self.pool.want(room, True), ids, room)
 
     def hand_out(self):
         """Hand out the ready ids; return the number of ids of each worker, in order of birth."""
@@ -127,9 +127,10 @@ def test_a_status_line_is_read_as_the_grammar_says(line, status, ident, fused, t
 
 
 @pytest.mark.parametrize('line', [
-    b'', b' ', b'00', b'+0', b'-1', b'256', b'1000', b'01', b'0.0', b'0x1', b' 0', b'0\r', b'0\t', b'\xef\xbb\xbf0', b'ok', b'O',
-    '\u0660'.encode(), '\uff11'.encode(), b'0 done', b'0 id=', b'0 id=x', b'0 id=1.5', b'0 id=7x', b'0 a=', b'0 =1',
-    b'0 a=nan', b'0 a=inf', b'0 a=-1', b'0 a=+1', b'0 a=1s', b'0 a=1,5', b'0 a=1e999', b'0 a=1 text', b'0\x001',
+    b'', b' ', b'00', b'+0', b'-1', b'256', b'1000', b'01', b'0.0', b'0x1', b' 0', b'0\r', b'0\t', b'ok', b'O',
+    b'\xef\xbb\xbf0', '\u0660'.encode(), '\uff11'.encode(), b'0 done', b'0 id=', b'0 id=x', b'0 id=1.5', b'0 id=7x',
+    b'0 a=', b'0 =1', b'0 a=nan', b'0 a=inf', b'0 a=-1', b'0 a=+1', b'0 a=1s', b'0 a=1,5', b'0 a=1e999',
+    b'0 a=1 text', b'0\x001',
     b'0 a\x01b=1', b'0 \xff=1', b'0 a=1 id=5', b'0 id=5 id=5', b'1id=2', b'0id=7', b'1\ttext',
     b'0 id=99999999999999999999999', '0 a=\u0661'.encode(),
 ])
@@ -176,8 +177,8 @@ def test_outside_text_has_no_control_characters_in_a_log_line(m=pepsidispatch):
 
 
 @pytest.mark.parametrize('stage, shown', [
-    ('resize', 'resize'), ('a.b/c:d@e-f+g_h', 'a.b/c:d@e-f+g_h'), ('gr\xf6\xdfe', 'gr\xf6\xdfe'), ('two words', '"two words"'),
-    ('', '""'), ('a"b', '"a\\"b"'), ('a\nb', '"a\\nb"'), ('a=1', '"a=1"'),
+    ('resize', 'resize'), ('a.b/c:d@e-f+g_h', 'a.b/c:d@e-f+g_h'), ('gr\xf6\xdfe', 'gr\xf6\xdfe'),
+    ('two words', '"two words"'), ('', '""'), ('a"b', '"a\\"b"'), ('a\nb', '"a\\nb"'), ('a=1', '"a=1"'),
 ])
 def test_a_stage_that_is_not_plain_is_quoted_in_the_log(stage, shown, m=pepsidispatch):
     assert m.quoted(stage) == shown
@@ -412,41 +413,68 @@ def test_a_claim_is_not_put_off_while_a_worker_could_be_started(m=pepsidispatch)
 
 
 def test_a_pool_looks_at_everything_first_and_then_only_for_a_reason(m=pepsidispatch):
-    stage = Stage(m)
-    assert stage.pool.looking
-    assert stage.pool.want(16) == m.Want('s', 16, m.FIRST_ID)
-    stage.pool.claimed(m.Want('s', 16, m.FIRST_ID), [], 16)
-    assert not stage.pool.looking
-    stage.pool.look()
-    assert stage.pool.looking and stage.pool.want(16).floor == m.FIRST_ID
+    pool = Stage(m).pool
+    assert pool.looking
+    want = pool.want(16, True)
+    assert want == m.Want('s', 16, m.FIRST_ID)
+    pool.claimed(want, [], 16)
+    assert not pool.looking and not pool.below
+    pool.look()
+    assert pool.looking and pool.want(16, True).floor == m.FIRST_ID
 
 
 def test_a_claim_that_came_back_full_goes_on_above_its_last_id(m=pepsidispatch):
-    stage = Stage(m)
-    stage.pool.claimed(stage.pool.want(3), [4, 5, 9], 3)
-    assert stage.pool.looking and stage.pool.want(3).floor == 10
+    pool = Stage(m).pool
+    pool.claimed(pool.want(3, True), [4, 5, 9], 3)
+    assert pool.looking and pool.want(3, True).floor == 10
+
+
+def test_a_claim_that_came_back_short_is_no_reason_to_look_and_remembers_what_it_saw(m=pepsidispatch):
+    pool = Stage(m).pool
+    pool.claimed(pool.want(3, True), [4, 5], 3)
+    assert not pool.looking
+    pool.look(8)
+    assert pool.looking and pool.want(3, True).floor == 6
+
+
+def test_a_claim_may_start_from_the_floor_though_something_may_stand_below(m=pepsidispatch):
+    pool = Stage(m).pool
+    pool.claimed(pool.want(3, True), [4, 5], 3)
+    pool.look()
+    want = pool.want(3, False)
+    assert want.floor == 6 and pool.below
+    pool.claimed(want, [], 3)
+    assert not pool.looking and pool.below  # to be looked for later
+    pool.look(20)
+    assert pool.want(3, True).floor == m.FIRST_ID
 
 
 def test_a_row_that_was_requeued_lowers_the_floor(m=pepsidispatch):
-    stage = Stage(m)
-    stage.pool.claimed(stage.pool.want(3), [4, 5, 9], 3)
-    stage.pool.look(7)
-    stage.pool.look(12)
-    assert stage.pool.want(3).floor == 7
-    assert not stage.pool.looking
-    stage.pool.look(12)
-    assert stage.pool.looking and stage.pool.want(3).floor == 12
+    pool = Stage(m).pool
+    pool.claimed(pool.want(3, True), [4, 5, 9], 3)
+    pool.look(7)
+    pool.look(12)
+    want = pool.want(3, True)
+    assert want.floor == 7 and not pool.looking
+    pool.claimed(want, [7, 12], 3)
+    assert not pool.looking
 
 
 def test_what_is_noted_while_a_claim_is_under_way_counts_for_the_next_one(m=pepsidispatch):
-    stage = Stage(m)
-    want = stage.pool.want(3)
-    stage.pool.look(2)
-    stage.pool.claimed(want, [4], 3)
-    assert stage.pool.looking and stage.pool.want(3).floor == 2
-    stage.pool.look()
-    stage.pool.claimed(stage.pool.want(2), [4, 5], 3)
-    assert stage.pool.want(3).floor == 6
+    pool = Stage(m).pool
+    want = pool.want(3, True)
+    pool.look(2)
+    pool.claimed(want, [4], 3)
+    assert pool.looking
+    want = pool.want(2, True)
+    assert want.floor == 2
+    pool.look(3)
+    pool.claimed(want, [4, 5], 2)
+    want = pool.want(3, True)
+    assert want.floor == 3
+    pool.look()
+    pool.claimed(want, [], 3)
+    assert pool.looking and pool.want(3, True).floor == m.FIRST_ID
 
 
 def test_ready_ids_are_ascending_whatever_claim_brought_them(m=pepsidispatch):
@@ -458,7 +486,7 @@ def test_ready_ids_are_ascending_whatever_claim_brought_them(m=pepsidispatch):
 
 def test_no_more_ids_are_kept_than_there_is_room_for_by_now(m=pepsidispatch):
     stage = Stage(m)
-    stage.pool.claimed(stage.pool.want(5), [1, 2, 3, 4, 5], 2)
+    stage.pool.claimed(stage.pool.want(5, True), [1, 2, 3, 4, 5], 2)
     assert list(stage.pool.ready) == [1, 2]
 
 

@@ -262,7 +262,7 @@ exit 3
         system.wait_census(failed=1)
         system.insert('resize', 3)
         system.wait_census(failed=4)
-        running.wait_log('3 ids go back')
+        running.wait_log('reaped worker .*status 3 .*: 3$')
     assert sorted(e for e, in system.execute("SELECT state->>'dispatch_error' FROM queue")) == [
         'status: 1 first', 'status: 1 later', 'status: 1 later', 'status: 1 later']
 
@@ -481,7 +481,7 @@ def test_who_hangs_at_the_head_of_line_times_out_and_those_behind_run_elsewhere(
 
 @pytest.mark.parametrize('steps', ['stop', 'sigterm=ignore hang', 'child=3600 hang'])
 def test_the_watchdog_kills_whatever_the_worker_is_up_to(system, steps):
-    with system.run({'resize': {'PROGRAM': system.stub(steps), 'MAX_RUNTIME': '1 s'}}) as running:
+    with system.run({'resize': {'PROGRAM': system.stub(*steps.split()), 'MAX_RUNTIME': '1 s'}}) as running:
         id = system.insert_one('resize')
         system.wait_status(id, 'timeout')
         wait_until(lambda: not running.family(), 2)  # its group, too

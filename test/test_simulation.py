@@ -11,7 +11,7 @@ import signal
 
 import pepsidispatch
 import pytest
-from simulation import HOUR, READ, Broken, World, commit, dying, opened, play, stillborn, working
+from simulation import HOUR, READ, Broken, FakeChild, World, commit, dying, opened, play, stillborn, working
 
 HISTORIES = int(os.environ.get('PEPSI_HISTORIES', '2000'))
 FIRST = int(os.environ.get('PEPSI_FIRST_HISTORY', '0'))
@@ -72,25 +72,17 @@ def test_histories_are_of_many_kinds(monkeypatch):
     seen = collections.Counter()
 
     def note(world, text, *values):
-        seen[(text % values).split(' ')[0]] += 1
-        seen[text % tuple(v if isinstance(v, str) else '' for v in values)
-             if '%d' not in text and '%s' in text else text] += 1
+        seen[(text % values).split()[0]] += 1
 
     monkeypatch.setattr(World, 'note', note)
-    for seed in range(60):
+    for seed in range(100):
         play(seed)
-    for text in ('claimed %d', 'child %d begins %d', 'child %d ends with %d', 'reset %d', 'operator:', 'settle:'):
-        assert any(key.startswith(text.split('%')[0]) for key in seen), text
+    assert {'claimed', 'child', 'reset', 'retried', 'settled', 'operator:', 'settle:', 'claim:'} <= set(seen)
 
 
 # -- a loop that sleeps for ever or spins fails by itself --------------------------------------------------------------
 
 def test_a_dispatcher_that_spins_fails():
-    world = World(QUIET + stage())
-    with opened(world), pytest.raises(Broken, match='spin'):
-        world.dispatcher.timers.soonest = lambda key, when: world.dispatcher.timers.set('look', world.now)
-        world.table.insert('a')
-        world.run(seconds=5)
     world = World(QUIET + stage())
     world.dispatcher._on_look = lambda: world.dispatcher.timers.set('look', world.now)
     world.dispatcher.timers.set('look', world.now)
@@ -290,25 +282,31 @@ def test_a_locked_row_delays_no_other_and_is_claimed_soon_after_it_is_free(modul
         world.stop()
 
 
-def test_an_outcome_of_a_locked_row_delays_no_other_and_is_written_later(module=pepsidispatch):
+@pytest.mark.parametrize('trouble', ['locked', 'bad'])
+def test_an_outcome_that_cannot_be_written_delays_no_other_and_is_written_later(trouble, module=pepsidispatch):
+    delayed(module, trouble)
+
+
+def delayed(module, trouble):
+    """Row 1 is locked, or a trigger refuses our write to it, while its outcome is to be written."""
     def program(child):
         while True:
             id = yield READ
             if id is None:
                 return 0
+            if id == 1:
+                getattr(child.world.table, trouble)[1] = child.world.now + 20
             yield 0.01
             child.say(b'3 id=%d no\n' % id, ('fail', id, 3))
 
-    for where in ('locked', 'bad'):
-        with make(module, program=program) as world:
-            for _ in range(3):
-                world.table.insert('a')
-            getattr(world.table, where)[1] = world.now + 20
-            world.run(until=lambda: list(by_id(world).values()).count('failed') == 2, limit_s=2)
-            assert by_id(world)[1] == 'running'
-            world.run(until=all_are(world, 'failed'), limit_s=40)
-            assert errors(world) == ['status'] * 3
-            world.stop()
+    with make(module, program=program) as world:
+        for _ in range(3):
+            world.table.insert('a')
+        world.run(until=lambda: list(by_id(world).values()).count('failed') == 2, limit_s=2)
+        assert by_id(world)[1] == 'running'
+        world.run(until=all_are(world, 'failed'), limit_s=40)
+        assert errors(world) == ['status'] * 3
+        world.stop()
 
 
 def test_a_second_worker_is_started_as_soon_as_it_may_be(module=pepsidispatch):
@@ -508,7 +506,7 @@ def test_a_missing_program_fails_nobody_and_recovers_at_the_next_probe(module=pe
         for i in range(600):
             world.after(i * 1.0, lambda: world.table.insert('b'))
         world.run(seconds=600)
-        assert set(row.status for row in world.table.rows.values() if row.stage == 'a') == {'pending'}
+        assert {row.status for row in world.table.rows.values() if row.stage == 'a'} == {'pending'}
         assert sum(row.status == 'done' for row in world.table.rows.values() if row.stage == 'b') >= 599
         assert 20 <= len(tries) <= 30
         gaps = [round(b - a, 1) for a, b in zip(tries, tries[1:])]
@@ -541,7 +539,7 @@ def test_a_broken_program_costs_few_messages_and_no_other_stage_anything(module=
 
 def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(module=pepsidispatch):
     with make(module, program=dying) as world:
-        world.make_child = lambda stage: __import__('simulation').FakeChild(world, stage, dying, holder=True)
+        world.make_child = lambda stage: FakeChild(world, stage, dying, holder=True)
         world.table.insert('a')
         world.run(until=all_are(world, 'failed'), limit_s=1)
         world.stop()
@@ -604,7 +602,8 @@ def test_an_answer_that_comes_during_an_outage_is_kept_and_written(module=pepsid
 def test_a_crash_during_an_outage_is_forgiven(module=pepsidispatch):
     with make(module, program=working(1.0)) as world:
         world.table.insert('a')
-        world.run(until=lambda: world.executing, limit_s=2)
+        world.run(seconds=0.5)
+        assert list(world.executing) == [1]
         world.down = True
         world.queue.snap()
         world.run(seconds=0.001)
@@ -612,7 +611,7 @@ def test_a_crash_during_an_outage_is_forgiven(module=pepsidispatch):
             child.exit(-signal.SIGKILL)
         world.run(seconds=5)
         world.down = False
-        world.run(until=all_are(world, 'done'), limit_s=2)
+        world.run(until=all_are(world, 'done'), limit_s=4)
         world.stop()
 
 

@@ -1,0 +1,413 @@
+"""The database session: what the dispatcher relies on, of the real one and of the one in the simulation.
+
+The real one is driven by the smallest loop there is; the fake one by its world.
+"""
+import contextlib
+import json
+import math
+import select
+import time
+
+import pepsidispatch as m
+import psycopg2
+import pytest
+from simulation import World, opened
+
+CONFIG = '[stage-a]\nPROGRAM = x\n'
+
+
+class Real:
+    """Queue against a PostgreSQL, and a second session that plays everybody else."""
+
+    def __init__(self, dsn, connect):
+        self._connect = connect
+        self._other = connect()
+        with self._other.cursor() as cursor:
+            cursor.execute(m.SCHEMA)
+        self.queue = m.Queue(dsn)
+
+    def close(self):
+        self.queue.close()
+        self._other.close()
+
+    def wait(self, kind, timeout_s=20.0):
+        """Drive the session until a fact of this kind comes; return it."""
+        deadline = time.monotonic() + timeout_s
+        facts = []
+        while not any(isinstance(fact, kind) for fact in facts):
+            assert time.monotonic() < deadline, 'waited in vain for %s, got %s' % (kind.__name__, facts)
+            fds = [] if self.queue.fd is None else [self.queue.fd]
+            wait_s = min(max(0.0, self.queue.deadline - time.monotonic()), 0.2)
+            select.select(fds, fds if self.queue.writing else [], [], wait_s)
+            facts += self.queue.receive()
+            facts += self.queue.tick()
+        return next(fact for fact in facts if isinstance(fact, kind))
+
+    def insert(self, id, stage, status='pending', due_s=None):
+        self.execute('INSERT INTO queue (ingress_id, stage, status, timeout) VALUES (%s, %s, %s, '
+                     "CASE WHEN %s::float8 = 'infinity' THEN 'infinity' ELSE now() + %s * interval '1 s' END)",
+                     id, stage, status, due_s, None if due_s == math.inf else due_s)
+
+    def update(self, id, status):
+        self.execute('UPDATE queue SET status = %s WHERE ingress_id = %s', status, id)
+
+    def move(self, id, stage):
+        self.execute('UPDATE queue SET stage = %s WHERE ingress_id = %s', stage, id)
+
+    def delete(self, id):
+        self.execute('DELETE FROM queue WHERE ingress_id = %s', id)
+
+    def notify(self):
+        self.execute('NOTIFY ingress')
+
+    def rows(self):
+        return {id: (stage, status, state.get('dispatch_error') if isinstance(state, dict) else None)
+                for id, stage, status, state in self.execute('SELECT ingress_id, stage, status, state FROM queue')}
+
+    def stats(self):
+        return ({row[0]: row[1:] for row in self.execute(
+            'SELECT stage, processed, failed, timeouts, crashes, processing_seconds FROM stage_stats')},
+            self.execute('SELECT stages, messages FROM dispatch_stats')[0])
+
+    def take_over(self):
+        self.execute('UPDATE dispatch_stats SET epoch = epoch + 1')
+
+    def cut(self):
+        self.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE "
+                     "'pepsi-dispatch %%' AND datname = current_database()")
+
+    @contextlib.contextmanager
+    def locked(self, id):
+        """While the block runs somebody else holds the lock of a row."""
+        with contextlib.closing(self._connect()) as holder:
+            holder.autocommit = False
+            with holder.cursor() as cursor:
+                cursor.execute('SELECT FROM queue WHERE ingress_id = %s FOR UPDATE', (id,))
+            yield
+            holder.rollback()
+
+    def execute(self, sql, *parameters):
+        with self._other.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return cursor.fetchall() if cursor.description else None
+
+
+class Fake:
+    """FakeQueue in a world whose dispatcher does nothing."""
+
+    def __init__(self):
+        self.world = World(CONFIG)
+        self.world.claiming = self.world.settling = self.world.replied = lambda *_: None  # the checks are for it
+        self.world.sweeping = lambda held: None
+        self.queue = self.world.queue
+        self._table = self.world.table
+
+    def wait(self, kind, timeout_s=20.0):
+        deadline, facts = self.world.now + timeout_s, self.queue.receive() + self.queue.tick()
+        while not any(isinstance(fact, kind) for fact in facts):
+            assert self.world.now < deadline, 'waited in vain for %s, got %s' % (kind.__name__, facts)
+            if self.world.events and self.world.events[0][0] <= self.queue.deadline:
+                self.world.step()
+            else:
+                self.world.now = max(self.world.now, self.queue.deadline)
+            facts += self.queue.receive()
+            facts += self.queue.tick()
+        return next(fact for fact in facts if isinstance(fact, kind))
+
+    def insert(self, id, stage, status='pending', due_s=None):
+        self._table.insert(stage, status, None if due_s is None else self.world.now + due_s, id)
+
+    def update(self, id, status):
+        self._table.update(id, status=status)
+
+    def move(self, id, stage):
+        self._table.update(id, stage=stage)
+
+    def delete(self, id):
+        del self._table.rows[id]
+
+    def notify(self):
+        self._table.notify()
+
+    def rows(self):
+        return {id: (row.stage, row.status, row.state.get('dispatch_error')) for id, row in self._table.rows.items()}
+
+    def stats(self):
+        return {stage: tuple(row) for stage, row in self._table.stats.items()}, tuple(self._table.totals)
+
+    def take_over(self):
+        self._table.epoch += 1
+
+    def cut(self):
+        self.queue.snap()
+
+    @contextlib.contextmanager
+    def locked(self, id):
+        self._table.locked[id] = math.inf
+        yield
+        del self._table.locked[id]
+
+
+@pytest.fixture(params=['real', 'fake'])
+def system(request):
+    """A session that is not connected yet, and everybody else."""
+    if request.param == 'fake':
+        fake = Fake()
+        with opened(fake.world):
+            yield fake
+        return
+    dsn = request.getfixturevalue('dsn')
+
+    def connect():
+        connection = psycopg2.connect(dsn)
+        connection.autocommit = True
+        return connection
+
+    with contextlib.closing(Real(dsn, connect)) as real:
+        yield real
+
+
+@pytest.fixture
+def ready(system):
+    """The same, connected, with the lock."""
+    system.taken = system.wait(m.Taken)
+    return system
+
+
+def ask(system, start):
+    """Start an operation; return the value of its reply."""
+    assert start == []
+    assert system.queue.busy()
+    reply = system.wait(m.Reply)
+    assert reply.error is None and not system.queue.busy()
+    return reply.value
+
+
+def claim(system, wants, held=()):
+    return sorted(ask(system, system.queue.claim([m.Want(*want) for want in wants], list(held))))
+
+
+def settle(system, *outcomes):
+    return ask(system, system.queue.settle(outcomes))
+
+
+def revive(system, sweep=False, held=()):
+    return {(what, stage): (rows, next_s) for what, stage, rows, next_s
+            in ask(system, system.queue.revive(list(held), sweep))}
+
+
+def failed(id, stage='a', error='status: 1 no'):
+    return m.Outcome(id, stage, m.Row.FAILED, error, column='failed')
+
+
+def release(id, stage='a'):
+    return m.Outcome(id, stage, m.Row.PENDING, ended=False)
+
+
+# -- life-cycle --------------------------------------------------------------------------------------------------------
+
+def test_a_session_is_away_until_it_has_the_lock(system):
+    assert system.queue.link is m.Link.AWAY and system.queue.busy()
+    taken = system.wait(m.Taken)
+    assert system.queue.link is m.Link.READY and not system.queue.busy()
+    assert (taken.epoch, taken.flush) == (system.queue.epoch, 0) == (1, 0)
+    assert system.queue.deadline == math.inf and system.queue.fd is not None
+
+
+def test_a_session_that_is_cut_is_lost_and_comes_back_with_its_epoch(ready):
+    ready.cut()
+    ready.wait(m.Lost)
+    assert ready.queue.link is m.Link.AWAY and ready.queue.busy() and ready.queue.fd is None
+    taken = ready.wait(m.Taken)
+    assert taken.epoch == ready.taken.epoch and taken.system == ready.taken.system
+
+
+def test_a_session_that_was_cut_does_not_come_back_after_another_dispatcher(ready):
+    ready.take_over()
+    ready.cut()
+    assert ready.wait(m.Replaced).epoch == ready.taken.epoch + 1
+
+
+def test_a_session_can_be_given_up(ready):
+    assert [type(fact) for fact in ready.queue.give_up('lost its lock')] == [m.Lost]
+    assert ready.queue.busy()
+    ready.wait(m.Taken)
+
+
+def test_a_notification_rings_once_however_many_come(ready):
+    ready.queue.rung()
+    for _ in range(3):
+        ready.notify()
+    claim(ready, [('a', 1, m.FIRST_ID)])
+    claim(ready, [('a', 1, m.FIRST_ID)])
+    assert ready.queue.rung() and not ready.queue.rung()
+
+
+def test_an_insert_and_a_change_of_a_row_that_does_not_run_ring(ready):
+    def rings(do, *arguments):
+        do(*arguments)
+        claim(ready, [('none', 1, m.FIRST_ID)])
+        return ready.queue.rung()
+
+    assert rings(ready.insert, 1, 'a')
+    assert rings(ready.move, 1, 'b')
+    assert rings(ready.update, 1, 'paused')
+    assert not rings(ready.update, 1, 'done')
+    assert rings(ready.update, 1, 'pending')
+    assert not rings(ready.update, 1, 'running')
+    assert not rings(ready.move, 1, 'a')
+    assert not rings(ready.update, 1, 'pending')  # heard at the answer
+    assert not rings(ready.update, 1, 'pending')
+
+
+# -- claim -------------------------------------------------------------------------------------------------------------
+
+def test_a_claim_takes_the_lowest_pending_ids_of_each_stage_up_to_its_cap(ready):
+    for id, stage in ((5, 'a'), (3, 'a'), (8, 'a'), (4, 'b'), (9, 'b'), (1, 'c')):
+        ready.insert(id, stage)
+    assert claim(ready, [('a', 2, m.FIRST_ID), ('b', 5, m.FIRST_ID)]) == [(3, 'a'), (4, 'b'), (5, 'a'), (9, 'b')]
+    assert {id: row[1] for id, row in ready.rows().items()} == {
+        1: 'pending', 3: 'running', 4: 'running', 5: 'running', 8: 'pending', 9: 'running'}
+    assert claim(ready, [('a', 2, m.FIRST_ID)]) == [(8, 'a')]
+    assert claim(ready, [('a', 2, m.FIRST_ID)]) == []
+
+
+def test_a_claim_takes_nothing_below_its_floor_and_nothing_held(ready):
+    for id in (1, 2, 3, 4, 2 ** 63 - 1):
+        ready.insert(id, 'a')
+    assert claim(ready, [('a', 9, 3)], held=[4]) == [(3, 'a'), (2 ** 63 - 1, 'a')]
+    assert claim(ready, [('a', 1, m.FIRST_ID)], held=[1, 77]) == [(2, 'a')]
+
+
+def test_a_claim_takes_pending_rows_only(ready):
+    for id, status in enumerate(['running', 'paused', 'done', 'failed', 'timeout', 'pending']):
+        ready.insert(id, 'a', status)
+    assert claim(ready, [('a', 9, m.FIRST_ID)]) == [(5, 'a')]
+
+
+def test_a_locked_row_is_passed_over_and_the_session_says_so(ready):
+    for id in (1, 2, 3):
+        ready.insert(id, 'a')
+    assert not ready.queue.skipping()
+    with ready.locked(1):
+        assert claim(ready, [('a', 2, m.FIRST_ID)]) == [(2, 'a'), (3, 'a')]
+        assert ready.queue.skipping()
+    assert claim(ready, [('a', 2, m.FIRST_ID)]) == [(1, 'a')]
+
+
+# -- settle ------------------------------------------------------------------------------------------------------------
+
+def test_an_outcome_is_written_where_the_row_still_runs_at_the_stage(ready):
+    ready.insert(1, 'a', 'running')
+    ready.insert(2, 'a', 'running')
+    assert settle(ready, failed(1), release(2)) == [m.Settled(1, 'failed', 'a', None, True),
+                                                    m.Settled(2, 'pending', 'a', None, True)]
+    assert ready.rows() == {1: ('a', 'failed', 'status: 1 no'), 2: ('a', 'pending', None)}
+
+
+def test_a_row_that_runs_at_another_stage_has_advanced_whatever_the_outcome_says(ready):
+    ready.insert(1, 'b', 'running')
+    assert settle(ready, failed(1)) == [m.Settled(1, 'pending', 'b', None, True)]
+    assert ready.rows() == {1: ('b', 'pending', None)}
+
+
+@pytest.mark.parametrize('status', ['pending', 'done', 'failed', 'timeout'])
+def test_a_row_that_does_not_run_is_left_alone_and_reported(ready, status):
+    ready.insert(1, 'a', status)
+    assert settle(ready, failed(1)) == [m.Settled(1, status, 'a', None, False)]
+    assert ready.rows() == {1: ('a', status, None)}
+
+
+def test_a_row_that_is_gone_is_reported(ready):
+    assert settle(ready, failed(1)) == [m.Settled(1, None, None, None, False)]
+
+
+def test_a_paused_row_is_reported_with_the_seconds_until_it_is_due(ready):
+    for id, due_s in ((1, 50.0), (2, None), (3, math.inf), (4, -5.0), (5, 1e10)):
+        ready.insert(id, 'a', 'paused', due_s)
+    due = [settled.due_s for settled in settle(ready, *map(failed, (1, 2, 3, 4, 5)))]
+    assert due[0] == pytest.approx(50, abs=10) and due[1] is None and due[2] is None
+    assert due[3] < -4 and due[4] == 1e9
+
+
+def test_sending_an_outcome_again_is_harmless(ready):
+    ready.insert(1, 'a', 'running')
+    settle(ready, release(1))
+    assert claim(ready, [('a', 1, m.FIRST_ID)]) == [(1, 'a')]
+    ready.update(1, 'done')
+    assert settle(ready, release(1)) == [m.Settled(1, 'done', 'a', None, False)]
+
+
+def test_an_outcome_of_a_locked_row_is_not_confirmed_and_the_others_are(ready):
+    ready.insert(1, 'a', 'running')
+    ready.insert(2, 'a', 'running')
+    with ready.locked(1):
+        assert [s.id for s in settle(ready, failed(1), failed(2))] == [2]
+    assert [s.id for s in settle(ready, failed(1))] == [1]
+
+
+# -- revive ------------------------------------------------------------------------------------------------------------
+
+def test_due_rows_become_pending_and_the_next_due_time_is_told(ready):
+    for id, due_s in ((1, -1.0), (2, 30.0), (3, 90.0), (4, None), (5, math.inf), (6, -2.0)):
+        ready.insert(id, 'a', 'paused', due_s)
+    reply = revive(ready, held=[6])
+    assert reply['retried', 'a'] == (1, None) and reply['ripe', None] == (1, None)
+    assert reply['next', None][1] == pytest.approx(30, abs=10)
+    assert [status for _, (_, status, _) in sorted(ready.rows().items())] == ['pending'] + ['paused'] * 5
+    assert revive(ready, held=[2, 3, 6])['next', None] == (0, None)
+
+
+def test_without_a_sweep_no_running_row_is_touched(ready):
+    ready.insert(1, 'a', 'running')
+    reply = revive(ready)
+    assert reply['lost', None] == (0, None) and ready.rows()[1][1] == 'running'
+
+
+def test_a_sweep_resets_running_rows_that_are_not_held_at_any_stage(ready):
+    for id, stage in ((1, 'a'), (2, 'a'), (3, 'elsewhere')):
+        ready.insert(id, stage, 'running')
+    ready.insert(4, 'a', 'done')
+    reply = revive(ready, sweep=True, held=[2])
+    assert (reply['reset', 'a'], reply['reset', 'elsewhere']) == ((1, None), (1, None))
+    assert reply['lost', None] == (2, None) and reply['lock', None][0] == 1
+    assert [status for _, (_, status, _) in sorted(ready.rows().items())] == ['pending', 'running', 'pending', 'done']
+
+
+def test_locked_rows_are_counted_and_left_for_later(ready):
+    ready.insert(1, 'a', 'running')
+    ready.insert(2, 'a', 'paused', -1.0)
+    for id, what, found in ((1, 'reset', 'lost'), (2, 'retried', 'ripe')):
+        with ready.locked(id):
+            reply = revive(ready, sweep=True)
+        assert reply[found, None] == (1, None) and (what, 'a') not in reply
+        assert revive(ready, sweep=True)[what, 'a'] == (1, None)
+        ready.update(2, 'paused')
+    assert ready.rows()[1][1] == 'pending'
+
+
+# -- flush -------------------------------------------------------------------------------------------------------------
+
+def batch(number, epoch=1):
+    return {'stages': ['a', 'b'], 'processed': [3, 0], 'failed': [1, 0], 'timeouts': [0, 1], 'crashes': [0, 2],
+            'seconds': [0.5, 0.0], 'total': 7, 'messages': 4, 'flush': number, 'epoch': epoch}
+
+
+def test_a_batch_of_statistics_is_added_once(ready):
+    assert ask(ready, ready.queue.flush(batch(1))) == [(1, 1, 0)]
+    assert ask(ready, ready.queue.flush(batch(1))) == [(None, 1, 1)]
+    assert ask(ready, ready.queue.flush(batch(2))) == [(2, 1, 1)]
+    assert ready.stats() == ({'a': (6, 2, 0, 0, 1.0), 'b': (0, 0, 2, 4, 0.0)}, (14, 8))
+
+
+def test_a_batch_of_another_epoch_is_not_added(ready):
+    ready.take_over()
+    assert ask(ready, ready.queue.flush(batch(1))) == [(None, 2, 0)]
+    assert ready.stats() == ({}, (0, 0))
+
+
+def test_a_batch_without_stages_is_added(ready):
+    empty = dict(batch(1), stages=[], processed=[], failed=[], timeouts=[], crashes=[], seconds=[], total=0)
+    assert ask(ready, ready.queue.flush(empty)) == [(1, 1, 0)]
+    assert ready.stats() == ({}, (0, 4))
+    assert json.dumps(empty)
