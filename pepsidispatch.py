@@ -2224,6 +2224,17 @@ class Signalled(NamedTuple):
     number: int
 
 
+class Pace:
+    """Where the time went since the last line about it."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.claims = 0
+        self.rows = 0  # claimed
+        self.claim_s = 0.0  # from asking to the reply, summed
+        self.lag_s = 0.0  # the longest turn, without its wait
+
+
 class Dispatcher:
     """Moves facts to decisions and commands to owners, one turn after the other. The order of a turn is in the
     design note; nothing that is created after *receive* is looked at before the next turn."""
@@ -2247,6 +2258,7 @@ class Dispatcher:
         self.inbox: List[Any] = []
         self.now = clock()  # of this turn
         self.turns = 0
+        self.pace = Pace()
         self._clock = clock
         self._selector = selector or selectors.DefaultSelector()
         self._start_child = start_child
@@ -2281,7 +2293,10 @@ class Dispatcher:
         self._due = {'watchdog': self._watchdog, 'idle': self._idle, 'grace': self._grace, 'eof': self._end_of_file,
                      'cooldown': self._cooled, 'rest': self._rested}  # type: Dict[str, Callable[[Any], None]]
         self._selector.register(signals.fd, selectors.EVENT_READ, signals)
+        self._paced_at, self._paced_turns = self.now, 0
         self.timers.set('heartbeat', self.now + config.poll_interval_s)
+        if log.isEnabledFor(logging.DEBUG):
+            self._on_pace()
 
     # the loop
 
@@ -2313,7 +2328,9 @@ class Dispatcher:
         following = self.timers.next()
         if following is not None and following < when:
             when = following
-        timeout_s = min(max(0.0, when - self._clock()), LONGEST_WAIT_S)
+        clock = self._clock()
+        self.pace.lag_s = max(self.pace.lag_s, clock - self.now)
+        timeout_s = min(max(0.0, when - clock), LONGEST_WAIT_S)
         events = self._selector.select(0 if self.inbox else timeout_s)
         self.now = self._clock()
         return events
@@ -2399,6 +2416,7 @@ class Dispatcher:
 
     def _take_answer(self, worker: Worker, id: int, answer: Answer, seconds: float) -> None:
         pool = worker.pool
+        self.pace.passes += 1
         pool.passed(seconds, worker.answers == 1)
         cooling = pool.breaker.cooling
         pool.breaker.answered(worker.born)
@@ -2691,6 +2709,9 @@ class Dispatcher:
 
     def _claimed(self, rows: Optional[List[Tuple[int, str]]]) -> None:
         wants, self._wants = self._wants, []
+        self.pace.claims += 1
+        self.pace.claim_s += self.now - self._asked_at
+        self.pace.rows += len(rows or ())
         if rows is None:
             self._look_again(wants)
             return
@@ -2819,6 +2840,16 @@ class Dispatcher:
             pool.look()
         self._revive = True
         self._sweep = self._sweep or self.now >= self._sweep_at
+
+    def _on_pace(self) -> None:
+        """Tell an operator with -v where the time goes; nothing while nothing happens."""
+        pace, past_s = self.pace, max(self.now - self._paced_at, 0.001)
+        if pace.passes or pace.rows:
+            log.debug('paced %.1f passes/s, %.1f rows a claim, %.1f ms a claim, %.1f turns/s, lag at most %.1f ms',
+                      pace.passes / past_s, pace.rows / max(pace.claims, 1), 1000 * pace.claim_s / max(pace.claims, 1),
+                      (self.turns - self._paced_turns) / past_s, 1000 * pace.lag_s)
+        self.pace, self._paced_at, self._paced_turns = Pace(), self.now, self.turns
+        self.timers.set('pace', self.now + max(self.config.stats_interval_s, LEAST_INTERVAL_S))
 
     def _on_due(self) -> None:
         self._revive = True
@@ -3312,9 +3343,29 @@ RIGHTS = (('SELECT', 'queue', ('ingress_id', 'stage', 'status', 'timeout', 'stat
             for right in ('SELECT', 'INSERT', 'UPDATE')))
 
 
-def check(config: Config, verbose: bool) -> int:
-    """Look for what would keep the dispatcher from working; prints findings, changes nothing. Returns 1 for errors."""
+def check(path: Optional[str], verbose: bool) -> int:
+    """Look for what would keep the dispatcher from working; prints findings, changes nothing. Returns the exit code of
+    what kept it from looking further, else 1 for errors and 0 for warnings alone."""
     found = Findings()
+    try:
+        config = load_config(path)
+        check_config(found, config, verbose)
+        with Session(config, 'check') as session:
+            session.conn.autocommit = True
+            check_session(found, session, config)
+            check_tables(found, session)
+            if check_rights(found, session):
+                check_queue(found, session, config)
+                check_wake_up(found, session, config)
+    except Failure as e:
+        for line in e.lines:
+            found.note('error', line)
+        return e.code
+    return EXIT_FOUND if found.errors else EXIT_OK
+
+
+def check_config(found: Findings, config: Config, verbose: bool) -> None:
+    """What the file says, and whether its programs are there."""
     for line in config.warnings:
         found.note('warning', line)
     found.ok('configuration %s: %d stages' % (config.file, len(config.stages)))
@@ -3326,13 +3377,6 @@ def check(config: Config, verbose: bool) -> int:
             found.note('error', 'stage %s: PROGRAM %s: %s' % (quoted(stage.name), stage.program[0], problem))
         else:
             found.ok('stage %s: PROGRAM %s' % (quoted(stage.name), stage.program[0]))
-    with Session(config, 'check') as session:
-        session.conn.autocommit = True
-        check_session(found, session, config)
-        if check_tables(found, session):
-            check_queue(found, session, config)
-            check_wake_up(found, session, config)
-    return EXIT_FOUND if found.errors else EXIT_OK
 
 
 def print_effective(config: Config) -> None:
@@ -3387,13 +3431,13 @@ def check_session(found: Findings, session: Session, config: Config) -> None:
         found.ok(text)
 
 
-def check_tables(found: Findings, session: Session) -> bool:
-    """Tables, columns, types, rows, rights. Returns whether it makes sense to look further."""
+def check_tables(found: Findings, session: Session) -> None:
+    """Tables, columns and types. Raises Failure (EXIT_CONFIG) if something is missing."""
     errors = found.errors
     for table, types in COLUMN_TYPES.items():
         there = dict(session.ask(CHECK_COLUMNS, table=table))
         if not there:
-            found.note('error', 'table %s is missing: run pepsi-dispatch init' % table)
+            found.note('error', 'table %s is missing' % table)
             continue
         for name, wanted in types.items():
             if name not in there:
@@ -3402,8 +3446,14 @@ def check_tables(found: Findings, session: Session) -> bool:
             elif there[name] not in wanted:
                 found.note('error', 'column %s.%s is %s, it must be %s' % (table, name, there[name], wanted[0]))
     if found.errors > errors:
-        return False
+        raise Failure(EXIT_CONFIG, 'the tables are missing or unusable: run pepsi-dispatch init, which creates what is '
+                                   'missing')
     found.ok('tables: queue, stage_stats and dispatch_stats have what is needed')
+
+
+def check_rights(found: Findings, session: Session) -> bool:
+    """What the role may do, and the one row. Returns whether it makes sense to look further."""
+    errors = found.errors
     for right, table, columns in RIGHTS:
         missing = [name for name, in session.ask(CHECK_RIGHTS, right=right, table=table, columns=list(columns))]
         if missing:
@@ -3500,8 +3550,10 @@ class LogHandler(logging.Handler):
         self._stamp = not os.isatty(fd)
         self._poll: Any = None
         try:
-            mode = os.fstat(fd).st_mode
-            if stat.S_ISFIFO(mode):
+            status = os.fstat(fd)
+            if os.environ.get('JOURNAL_STREAM') == '%d:%d' % (status.st_dev, status.st_ino):  # it has its own
+                self._stamp = False
+            if stat.S_ISFIFO(status.st_mode):
                 self._fd = os.open('/proc/self/fd/%d' % fd, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             pass
@@ -3566,10 +3618,10 @@ def dispatch_command(arguments: Dict[str, Any]) -> int:
     if arguments['init'] and arguments['--print']:
         print(SCHEMA + GRANTS, end='')
         return EXIT_OK
+    if arguments['check']:
+        return check(arguments['-c'], bool(arguments['-v']))
     ids = read_ids(arguments['ID'])
     config = load_config(arguments['-c'])
-    if arguments['check']:
-        return check(config, bool(arguments['-v']))
     for line in config.warnings:
         log.warning('%s', line)
     if arguments['init']:

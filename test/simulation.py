@@ -268,7 +268,7 @@ class FakeChild:
 
     def write(self, data):
         if self.stdin is None or self.status is not None:
-            return len(data)
+            return -1
         size = min(len(data), self.capacity - len(self._in))
         self._in += data[:size]
         self.bytes += size
@@ -289,6 +289,7 @@ class FakeChild:
             if not self.doomed and self.status is None:
                 self.doomed = True
                 self.killed_at = self.world.now
+                self.world.kills += 1
                 self.world.after(0.001, lambda: self.exit(-signal.SIGKILL))
         elif not self.deaf and self.status is None:
             self.world.after(self.world.random.choice([0.0, 0.02]), lambda: self.exit(-number))
@@ -657,6 +658,8 @@ class World:
         self.lock_held_until = 0.0
         self.losses = 0
         self.violations = 0
+        self.kills = 0  # SIGKILLs of the dispatcher
+        self.hasty = False  # what comes within a millisecond comes while the dispatcher is busy with its turn
         self.survivors = 0  # looks of the dispatcher until those of an earlier one are gone
         self.open_claims = {}  # id -> stage
         self.count = Counts({}, [0, 0])  # our own statistics
@@ -787,6 +790,11 @@ class World:
         return FakeChild(self, stage, self._program)
 
     def _ended(self):
+        if self.hasty:
+            now = self.now
+            while self.events and self.events[0][0] <= now + 0.001:
+                self.step()
+            self.now = now
         looks = 0
         while True:
             child = next((c for c in self.children if c.status is not None), None)
@@ -1213,6 +1221,7 @@ class History(World):
             self.after(choose.uniform(0, 4), self._do)
         self._term_at = choose.choice([None, None, choose.uniform(0, 4)])
         self._second_term = choose.random() < 0.2
+        self.hasty = choose.random() < 0.2
 
     def _configure(self, choose, stages):
         lines = ['[pepsi-dispatch]', 'POLL_INTERVAL = %s' % choose.choice(['1 h', '1 h', '1 h', '2 s']),

@@ -53,7 +53,8 @@ def column(cursor, sql, params=None):
 
 
 def first_ids(cursor, status, number):
-    return column(cursor, 'SELECT ingress_id FROM queue WHERE status = %s ORDER BY ingress_id LIMIT %s', (status, number))
+    return column(cursor, 'SELECT ingress_id FROM queue WHERE status = %s ORDER BY ingress_id LIMIT %s',
+                  (status, number))
 
 
 def kinds(plan):
@@ -92,7 +93,7 @@ def test_the_statistics_are_as_the_state_says(states, state):
             tuples, believed = max(0, tuples), (max(0, believed[0]), believed[1])
         assert (tuples, set(values[0][0]) if values else None) == believed
         pending = column(cursor, "SELECT count(*) FROM queue WHERE status = 'pending'")
-        assert pending == [1000 if '99.9' in state else ROWS]
+        assert pending == [ROWS // 7 if '99.9' in state else ROWS]
 
 
 @pytest.mark.parametrize('held', [0, 400])
@@ -117,10 +118,10 @@ def test_a_claim_reads_its_rows_by_the_partial_index_and_takes_no_more_than_its_
 def test_a_claim_keeps_its_caps_when_the_statistics_know_of_done_rows_only(db, sql):
     with db.cursor() as cursor:
         build(cursor, 'q', [('fill', 'done'), ('analyse', None)], 20000)
-        cursor.execute("INSERT INTO queue (ingress_id, stage) SELECT 20000 + i, 's' || i % 2 FROM generate_series(1, 400) i")
+        cursor.execute("INSERT INTO queue (ingress_id, stage) SELECT i, 's' || i % 2 FROM generate_series(20001, 20400) i")
         with session_in(db.dsn, 'q') as session:
             session.execute(sql, {'stages': '{s0,s1}', 'caps': '{3,2}', 'floors': array([FIRST_ID] * 2), 'held': '{}'})
-            assert sorted(session.fetchall()) == [(20001, 's1'), (20002, 's0'), (20003, 's1'), (20004, 's0'), (20006, 's0')]
+            assert sorted(id for id, _ in session.fetchall()) == [20001, 20002, 20003, 20004, 20006]
         assert column(cursor, "SELECT count(*) FROM queue WHERE status = 'running'") == [5]
 
 

@@ -1,0 +1,245 @@
+"""Tests of the tests: defects planted into a copy of the dispatcher are caught, and by what.
+
+Each defect replaces text that has to be there, breaks one promise, and names the test that has to fail then:
+a test of test_decisions or test_simulation, or the generated histories. Defects of SQL are planted into the
+constants; the tests of test_queue_contract against a real PostgreSQL have to fail.
+"""
+import inspect
+import types
+from functools import partial
+
+import pepsidispatch
+import pytest
+import test_decisions as decisions
+import test_queue_contract as contract
+import test_simulation as simulated
+from simulation import play
+
+HISTORIES = 600  # at most, until one fails
+
+with open(pepsidispatch.__file__, encoding='utf-8') as _file:
+    SOURCE = _file.read()
+
+
+def plant(*replacements):
+    """Return the dispatcher as a module of its own with these texts replaced; each has to be there, once."""
+    source = SOURCE
+    for old, new in replacements:
+        assert source.count(old) == 1, 'stands there %d times:\n%s' % (source.count(old), old)
+        source = source.replace(old, new)
+    module = types.ModuleType('planted')
+    module.__file__ = pepsidispatch.__file__
+    exec(compile(source, 'planted', 'exec'), module.__dict__)
+    return module
+
+
+def histories(module):
+    """Play generated histories until one fails."""
+    for seed in range(HISTORIES):
+        try:
+            play(seed, module)
+        except Exception as e:
+            raise AssertionError('history %d: %s: %s' % (seed, type(e).__name__, e)) from e
+
+
+DEFECTS = {
+    'the whole window of a dead worker fails': (
+        histories,
+        ("        outcomes[0] = Outcome(ids[0], stage, Row.FAILED, 'crash: worker ' + how, column='crashes')",
+         "        outcomes = [Outcome(i, stage, Row.FAILED, 'crash: worker ' + how, column='crashes') for i in ids]")),
+    'a worker that never began is blamed': (
+        simulated.test_a_worker_that_died_before_it_read_anything_fails_nobody,
+        ('judge(stage, list(worker.inflight), began and not outage,', 'judge(stage, list(worker.inflight), not outage,')),
+    'a crash during an outage is blamed': (
+        partial(simulated.crashing, seconds=0.05),
+        ('judge(stage, list(worker.inflight), began and not outage,', 'judge(stage, list(worker.inflight), began,')),
+    'a crash that was not written before an outage is blamed': (
+        decisions.test_a_lost_session_sends_everything_again_and_forgives_crashes,
+        ("            if outcome.column == 'crashes':\n", "            if outcome.column == 'crash':\n")),
+    'a stop is blamed on messages': (
+        simulated.test_nobody_is_blamed_for_a_stop,
+        ('    if not ids or spared:\n', '    if not ids:\n')),
+    'the pipe of a dead worker is not drained': (
+        simulated.test_what_a_worker_wrote_before_it_died_counts,
+        ('self.inbox.append(Died(worker, status, *worker.receive(DRAIN_LIMIT)))',
+         'self.inbox.append(Died(worker, status, [], None))')),
+    'deadlines are judged before answers are read': (
+        simulated.test_an_answer_that_is_there_beats_the_watchdog,
+        ('        self._heard(Heard(worker, *worker.receive()))  # I4\n', ''),
+        ('        inbox, self.inbox = self.inbox, []\n',
+         '        for key in [k for w, k in self.timers.pending() if w <= self.now and isinstance(k, tuple)]:\n'
+         '            self.timers.cancel(key)\n'
+         '            self._due[key[0]](key[1])\n'
+         '        inbox, self.inbox = self.inbox, []\n')),
+    'an answer with the wrong id is taken': (
+        histories,
+        ('        if answer.id is not None and answer.id != self.inflight[0]:\n', '        if False:\n')),
+    'a worker is trusted after a violation': (
+        partial(decisions.test_nothing_is_believed_after_a_violation, line=b'hello'),
+        ('        self._trusted = False\n        answer = parse_answer(line)\n', '        answer = parse_answer(line)\n')),
+    'an id in the outbox is not held': (
+        histories,
+        ('        ids = list(self.outbox.ids())\n        ids.extend(self._resting)\n',
+         '        ids = list(self._resting)\n')),
+    'an id in flight is not held': (
+        histories,
+        ('                ids.extend(worker.inflight)\n        return ids\n', '                pass\n        return ids\n')),
+    'a claimed id that waits is not held': (
+        histories,
+        ('            ids.extend(pool.ready)\n', '')),
+    'outcomes on their way are dropped when the session is lost': (
+        partial(simulated.failing, name='settle', fate='before'),
+        ('        self.unsent()\n        self.fresh.update((id, outcome)', '        self.sent = {}\n        self.fresh.update((id, outcome)')),
+    'outcomes of a statement that failed are dropped': (
+        decisions.test_what_was_not_committed_is_sent_again,
+        ('        self.fresh.update(self.sent)\n', '')),
+    'outcomes that were put off are never sent': (
+        partial(simulated.delayed, trouble='locked'),
+        ("            self.timers.set('resend', self.outbox.defer(self.now))\n", '            self.outbox.defer(self.now)\n')),
+    'statistics are added twice after an unknown commit': (
+        histories,
+        ("        if not self.sealed:\n            self.flush += 1\n",
+         "        self.flush += 1\n        if self.sealed:\n            self.sealed['flush'] = self.flush\n        else:\n"),
+        ("        elif self.stats.sealed and self.stats.sealed['flush'] <= fact.flush:\n", '        elif False:\n')),
+    'what is counted while statistics are flushed is lost': (
+        decisions.test_a_sealed_batch_is_repeated_unchanged_until_it_is_flushed,
+        ('        """The sealed batch is in the database."""\n',
+         '        """The sealed batch is in the database."""\n        self._clear()\n')),
+    'an unfinished pass counts as processed': (
+        simulated.test_a_pass_that_changes_nothing_fails_as_unfinished,
+        ('                    outcome = outcome._replace(column=None)\n', '                    pass\n')),
+    'the watchdog is not armed anew for the next head of line': (
+        simulated.test_the_watchdog_is_armed_anew_for_each_head_of_line,
+        ("            self.timers.set(('watchdog', pid), worker.head_since + limit_s)\n", '            pass\n')),
+    'the heartbeat beats once': (
+        simulated.test_rows_without_an_owner_are_reset_at_start_and_at_the_heartbeat,
+        ("        self.timers.set('heartbeat', self.now + max(self.config.poll_interval_s, LEAST_INTERVAL_S))\n", '')),
+    'a worker that leaves is given no grace period to end': (
+        simulated.test_a_worker_that_ignores_end_of_file_is_killed_after_the_grace,
+        ("        self.timers.set(('grace', worker.pid), self.now + self.config.stop_timeout_s)\n", '')),
+    'the end of a cooldown is not noticed': (
+        simulated.test_a_missing_program_fails_nobody_and_recovers_at_the_next_probe,
+        ("        self.timers.set(('cooldown', stage), pool.breaker.until)\n", '')),
+    'nothing wakes when others may be started again': (
+        simulated.test_a_second_worker_is_started_as_soon_as_it_may_be,
+        ("            self.timers.set(('cooldown', pool.config.name), pool.breaker.spawn_at)",
+         "            self.timers.cancel(('cooldown', pool.config.name))")),
+    'timers of a dead worker stay': (
+        histories,
+        ("        for kind in ('watchdog', 'idle', 'grace', 'eof'):\n", "        for kind in ('watchdog', 'idle', 'eof'):\n")),
+    'a notification during a statement is swallowed': (
+        simulated.test_a_row_that_is_inserted_while_a_statement_is_under_way_is_claimed,
+        ('        if self.queue.rung():\n', '        if self.queue.rung() and not self.queue.busy():\n')),
+    'nobody looks after a reconnect': (
+        simulated.test_a_row_that_is_inserted_while_the_database_is_away_is_claimed_when_it_is_back,
+        ('        if self._sweeping:\n            for pool in self.pools.values():\n                pool.look()\n',
+         '        if self._sweeping:\n')),
+    'a locked row is passed over and forgotten': (
+        simulated.test_a_locked_row_delays_no_other_and_is_claimed_soon_after_it_is_free,
+        ("            self.timers.soonest('locked', self.now + SKIP_LOCKED_S)\n", '            pass\n')),
+    'a requeued row below the floor is not looked for': (
+        decisions.test_a_row_that_was_requeued_lowers_the_floor,
+        ('            self.floor = min(self.floor, id)\n', '')),
+    'what is noted while a claim is under way is forgotten': (
+        decisions.test_what_is_noted_while_a_claim_is_under_way_counts_for_the_next_one,
+        ('            self._noted = min(self._noted, id)\n', '')),
+    'rows are swept while workers of an earlier dispatcher live': (
+        simulated.test_nothing_is_reset_before_the_workers_of_an_earlier_dispatcher_are_gone,
+        ('        self._alone = not survivors\n', '        self._alone = True\n')),
+    'nothing is swept after the session was lost': (
+        partial(simulated.failing, name='claim', fate='after'),
+        ('        self._swept = False\n        self.outbox.lost()\n', '        self.outbox.lost()\n'),
+        ("        self._holder = ''\n        self._swept = False\n", "        self._holder = ''\n")),
+    'the breaker never trips': (
+        decisions.test_two_deaths_in_a_row_do_not_cool_a_stage_down_and_three_do,
+        ('        if started and self.deaths < DEATHS_IN_A_ROW and not self.cooling:\n            return False\n'
+         '        return self._open(now, blamed)\n', '        return False\n')),
+    'a stage in cooldown claims': (
+        histories,
+        ('        if not self.breaker.closed(now):\n            return 0\n', '')),
+    'a probe is not limited to one id': (
+        histories,
+        ('        if self.breaker.probing(now):\n            free =', '        if False:\n            free =')),
+    'ids that a claim brought too many are dropped': (
+        histories,
+        ('            for id in mine[room:]:', '            for id in []:')),
+    'ids that are ready are not given back at a stop': (
+        histories,
+        ('        for pool in self.pools.values():\n            self._give_back(pool)\n        for worker in',
+         '        for worker in')),
+    'a message may enter its own stage again at once': (
+        simulated.test_a_message_that_enters_its_own_stage_again_and_again_does_so_at_a_low_rate,
+        ("        self.timers.set(('rest', id), self.now + RETRY_GAP_S)\n", "        self.timers.set(('rest', id), self.now)\n")),
+    'a burst of notifications is a burst of claims': (
+        simulated.test_an_empty_claim_causes_no_claim_and_a_burst_of_notifications_few,
+        ("        if self._empty_claims > 1:\n", '        if False:\n')),
+    'an empty claim causes the next': (
+        simulated.test_an_empty_claim_causes_no_claim_and_a_burst_of_notifications_few,
+        ('        if len(ids) >= want.cap:\n            self.looking = True\n', '        self.looking = True\n        if False:\n            pass\n')),
+    'the due time of a paused row is not learned': (
+        simulated.test_a_paused_row_is_retried_when_it_is_due,
+        ('            if next_s is not None:\n', '            if False:\n')),
+    'a worker gets more ids than its allowance': (
+        histories,
+        ('        return min(room, self._allowance - self.handed) if self._allowance else room\n', '        return room\n')),
+    'a descriptor is closed while the selector has it': (
+        histories,
+        ('        self._unwatch(worker.child.stdout)\n        worker.child.close_stdin()\n', '        worker.child.close_stdin()\n')),
+    'only the worker is killed, not its group': (
+        decisions.test_a_killed_worker_is_killed_with_its_group_and_keeps_the_first_reason,
+        ('        self.state = WorkerState.KILLED\n        self.child.signal(signal.SIGKILL, group=True)\n',
+         '        self.state = WorkerState.KILLED\n        self.child.signal(signal.SIGKILL)\n')),
+    'what a full pipe did not take is dropped': (
+        histories,
+        ('            self.pending = self.pending[written:]\n', "            self.pending = b''\n")),
+    'a second TERM waits as well': (
+        simulated.test_a_second_term_kills_at_once,
+        ("                log.info('stopping at once on a second %s', name)\n                self._kill_all()\n",
+         "                log.info('stopping at once on a second %s', name)\n")),
+    'a claim waits until half of the pool is free': (
+        decisions.test_a_claim_is_not_put_off_while_a_worker_could_be_started,
+        ('        return room if dry or startable else 0\n', '        return room if dry else 0\n')),
+    'everything is packed onto one worker': (
+        simulated.test_few_workers_do_quick_work_and_all_do_slow_work,
+        ('        return self.average_s < self.config.pack_below_s\n', '        return True\n')),
+    'nothing is packed': (
+        simulated.test_few_workers_do_quick_work_and_all_do_slow_work,
+        ('        return self.average_s < self.config.pack_below_s\n', '        return False\n')),
+    'a replaced dispatcher goes on': (
+        simulated.test_a_dispatcher_that_was_replaced_kills_its_workers_and_touches_nothing,
+        ('        self._abandon(EXIT_RUNNING)\n\n    def _failed', '\n    def _failed')),
+    'a cancelled timer fires': (
+        decisions.test_a_cancelled_timer_does_not_fire_and_cancelling_nothing_is_no_error,
+        ('        """Forget `key`."""\n        self._when.pop(key, None)\n', '        """Forget `key`."""\n')),
+}
+
+
+@pytest.mark.parametrize('name', sorted(DEFECTS))
+def test_a_planted_defect_is_caught(name):
+    catch, *replacements = DEFECTS[name]
+    module = plant(*replacements)
+    argument = 'm' if 'm' in inspect.signature(catch).parameters else 'module'
+    with pytest.raises((Exception, pytest.fail.Exception)) as e:
+        catch(**{argument: module})
+    print('caught by %s: %s' % (getattr(catch, 'func', catch).__name__, str(e.value)[:200]))
+
+
+# -- SQL: name -> test of test_queue_contract, its arguments, constants, replacement -----------------------------------
+
+SQL_DEFECTS = {
+    'an outcome is written whatever the stage is now': (
+        contract.test_a_row_that_runs_at_another_stage_has_advanced_whatever_the_outcome_says, {},
+        ['SETTLE', 'SETTLE_SKIPPING'], "CASE WHEN q.stage = f.claimed THEN f.verdict ELSE 'pending' END", 'f.verdict'),
+}
+
+
+@pytest.mark.parametrize('name', sorted(SQL_DEFECTS))
+def test_a_defect_planted_into_a_statement_is_caught(name, dsn, monkeypatch):
+    catch, arguments, constants, old, new = SQL_DEFECTS[name]
+    for constant in constants:
+        sql = getattr(pepsidispatch, constant)
+        assert sql.count(old) == 1, '%s has it %d times:\n%s' % (constant, sql.count(old), old)
+        monkeypatch.setattr(pepsidispatch, constant, sql.replace(old, new))
+    with contract.connected(dsn) as ready, pytest.raises((Exception, pytest.fail.Exception)) as e:
+        catch(ready, **arguments)
+    print('caught by %s: %s' % (catch.__name__, str(e.value)[:200]))
