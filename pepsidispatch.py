@@ -574,8 +574,11 @@ CREATE TABLE IF NOT EXISTS queue (
         autovacuum_vacuum_insert_scale_factor = 0.05);
 CREATE INDEX IF NOT EXISTS queue_pending ON queue (stage, ingress_id) WHERE status = 'pending';
 CREATE INDEX IF NOT EXISTS queue_paused ON queue (timeout) WHERE status = 'paused';
--- For the look for rows without an owner at every start, and for status: without it they read the whole table.
-CREATE INDEX IF NOT EXISTS queue_unfinished ON queue (status, stage) WHERE status IN ('running', 'failed', 'timeout');
+-- For the look for rows without an owner at every start, and for status: without it they read the whole table. Note:
+-- upper() hides it from everybody else. A worker's UPDATE ... WHERE ingress_id = 5 AND status = 'running' would take a
+-- plain one for cheaper than the primary key, and read the entries of all that ever ran.
+CREATE INDEX IF NOT EXISTS queue_unfinished ON queue (upper(status), stage)
+    WHERE upper(status) IN ('RUNNING', 'FAILED', 'TIMEOUT');
 
 CREATE TABLE IF NOT EXISTS stage_stats (
     stage              text PRIMARY KEY,
@@ -662,7 +665,7 @@ CLUSTER = 'SELECT system_identifier::text FROM pg_control_system()'
 # Third, at start only: are the tables there, with the columns and types that the statements below need?
 TABLES = """
 SELECT (SELECT (q.ingress_id::bigint, q.stage = ''::text, q.status = ''::text, q.timeout < now(),
-                q.state || '{}'::jsonb)::text
+                jsonb_typeof(q.state))::text
         FROM queue AS q WHERE false),
        (SELECT (s.stage, s.processed, s.failed, s.timeouts, s.crashes, s.processing_seconds)::text
         FROM stage_stats AS s WHERE false),
@@ -755,7 +758,7 @@ WITH found AS MATERIALIZED (
                      THEN q.state || jsonb_build_object('dispatch_error', f.error)
                      ELSE q.state END
     FROM found AS f
-    WHERE f.status = 'running' AND q.ingress_id = f.id AND q.status = 'running'
+    WHERE f.status = 'running' AND q.ingress_id = f.id AND q.status || '' = 'running'
     RETURNING q.ingress_id, q.status, q.stage
 )
 SELECT id, status, stage, due_s, set_config('synchronous_commit', %(durable)s, true) FROM found
@@ -787,12 +790,12 @@ PREPARED_HELD = 1000
 
 # Under the lock. Flips paused rows that are due; with `sweep` also resets rows running without an owner, which reads
 # the whole table, and looks whether the lock is still ours. Skips what is locked and tells how many, to come back.
-# Returns (what, stage, rows, next_due_s). Note: `|| ''` as in CLAIM.
+# Returns (what, stage, rows, next_due_s). Note: `|| ''` as in CLAIM, upper() for the index queue_unfinished.
 REVIVE = """
 WITH lost AS MATERIALIZED (
     SELECT q.ctid AS place
     FROM queue AS q
-    WHERE %(sweep)s AND q.status = 'running' AND q.ingress_id <> ALL (%(held)s::bigint[])
+    WHERE %(sweep)s AND upper(q.status) = 'RUNNING' AND q.ingress_id <> ALL (%(held)s::bigint[])
 ), reset AS (
     UPDATE queue
     SET status = 'pending'
@@ -871,7 +874,7 @@ SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
 
 # requeue: which rows, and how.
 REQUEUED = """
-status IN ('failed', 'timeout')
+upper(status) IN ('FAILED', 'TIMEOUT')
   AND (%(every)s OR stage = %(stage)s OR ingress_id = ANY (%(ids)s::bigint[]))
 """
 REQUEUE = """
@@ -888,7 +891,10 @@ SELECT stage, 'pending', count(*) FROM queue WHERE status = 'pending' GROUP BY s
 UNION ALL
 SELECT stage, 'paused', count(*) FROM queue WHERE status = 'paused' GROUP BY stage
 UNION ALL
-SELECT stage, status, count(*) FROM queue WHERE status IN ('running', 'failed', 'timeout') GROUP BY stage, status
+SELECT stage, lower(upper(status)), count(*)
+FROM queue
+WHERE upper(status) IN ('RUNNING', 'FAILED', 'TIMEOUT')
+GROUP BY stage, upper(status)
 """
 STATUS_COUNTERS = 'SELECT stage, processed, failed, timeouts, crashes, processing_seconds FROM stage_stats'
 # A row has no time of its own; the server knows when it was written if it tracks that.
@@ -3106,7 +3112,9 @@ def failure_of(e: psycopg2.Error) -> Failure:
     """What a failed statement of a one-shot command means to the operator."""
     if e.pgcode in MISSING:
         return Failure(EXIT_CONFIG, 'the tables are missing or unusable: %s; run pepsi-dispatch init' % complaint(e))
-    return Failure(EXIT_UNAVAILABLE, 'the database refused: %s; nothing was changed' % complaint(e))
+    lasting = (e.pgcode or '')[:2] in ('22', '23', '42')  # data, constraints, names and rights
+    return Failure(EXIT_CONFIG if lasting else EXIT_UNAVAILABLE, 'the database refused: %s; nothing was changed'
+                   % complaint(e))
 
 
 def init(config: Config) -> int:
@@ -3488,11 +3496,11 @@ def check_queue(found: Findings, session: Session, config: Config) -> None:
     else:
         found.ok('claim: its plan uses the partial index')
     for name, index in (('paused', 'queue_paused ON queue (timeout)'),
-                        ('running', 'queue_unfinished ON queue (status, stage)')):
+                        ('RUNNING', 'queue_unfinished ON queue (upper(status), stage)')):
         if not session.ask(CHECK_PARTIAL, status='%' + name + '%'):
-            where = "status = 'paused'" if name == 'paused' else "status IN ('running', 'failed', 'timeout')"
+            where = "status = 'paused'" if name == 'paused' else "upper(status) IN ('RUNNING', 'FAILED', 'TIMEOUT')"
             found.note('warning', 'queue: no partial index finds the %s rows: looking for them reads the whole table'
-                       % name, 'CREATE INDEX CONCURRENTLY %s WHERE %s;' % (index, where))
+                       % name.lower(), 'CREATE INDEX CONCURRENTLY %s WHERE %s;' % (index, where))
     for stage, in session.ask(CHECK_STAGES):
         if stage not in config.stages:
             found.note('warning', 'queue: rows are pending at stage %s, which has no section' % quoted(stage))

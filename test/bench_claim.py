@@ -77,6 +77,7 @@ def open_session(dsn, schema):
         cursor.execute(pepsidispatch.SETTINGS, {'names': list(pepsidispatch.SESSION),
                                                 'values': list(pepsidispatch.SESSION.values())})
         cursor.execute(pepsidispatch.RELAX)
+        cursor.execute(pepsidispatch.PREPARE)
     return connection
 
 
@@ -154,6 +155,7 @@ class Bench:
                 held = range(first, first + HELD)
                 self.claim(session, rows, state, claim_params(64))
                 self.claim(session, rows, '%s, %d held' % (state, HELD), claim_params(64, held=held))
+                self.claim(session, rows, state + ', not prepared', claim_params(64), pepsidispatch.CLAIM)
                 self.claim(session, rows, state + ', skipping locked', claim_params(64), pepsidispatch.CLAIM_SKIPPING)
                 self.claim(session, rows, state + ', one row', claim_params(1, STAGES[:1]))
         with self._table(STATES['analysed'], rows) as session:
@@ -165,7 +167,7 @@ class Bench:
                 self.claim(session, rows, 'half dead at the head, from the floor', claim_params(64, floor=half + 1))
                 self.claim(session, rows, 'half dead at the head, from the beginning', claim_params(64))
 
-    def claim(self, session, rows, case, params, sql=pepsidispatch.CLAIM):
+    def claim(self, session, rows, case, params, sql=pepsidispatch.PREPARED_CLAIM):
         """Measure one case and print it."""
         asked = 64 * len(STAGES) if params['caps'].startswith('{64') else 1
         with session.cursor() as cursor:
