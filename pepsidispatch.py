@@ -146,7 +146,7 @@ READ_SIZE = 65536  # bytes taken from a pipe at once
 DRAIN_LIMIT = 1 << 20  # bytes taken from a dead worker at most: a grandchild may go on writing
 
 LOCK_TIMEOUT_S = 0.2
-STATEMENT_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 4.0
 SWEEP_TIMEOUT_S = 600.0  # reads the whole table where nothing indexes running rows
 REPLY_MARGIN_S = 1.0  # the client's deadline lies this much behind the server's
 CONNECT_TIMEOUT_S = 5.0
@@ -645,8 +645,8 @@ SESSION = {
     'default_transaction_isolation': 'read committed',
     'default_transaction_deferrable': 'off',
     'client_min_messages': 'warning',
-    'tcp_keepalives_idle': '10', 'tcp_keepalives_interval': '5', 'tcp_keepalives_count': '3',
-    'tcp_user_timeout': '15s',
+    'tcp_keepalives_idle': '5', 'tcp_keepalives_interval': '3', 'tcp_keepalives_count': '3',
+    'tcp_user_timeout': '12s',
     'DateStyle': 'ISO', 'IntervalStyle': 'postgres', 'bytea_output': 'hex',
     'jit': 'off', 'enable_seqscan': 'off', 'enable_bitmapscan': 'off', 'enable_hashjoin': 'off',
     'enable_mergejoin': 'off', 'enable_sort': 'off', 'max_parallel_workers_per_gather': '0',
@@ -1952,10 +1952,10 @@ class Queue:
 
     def _connect(self) -> List[Any]:
         options = {'application_name': self._name_of_session(),
-                   'client_encoding': 'UTF8', 'keepalives': 1, 'keepalives_idle': 10, 'keepalives_interval': 5,
+                   'client_encoding': 'UTF8', 'keepalives': 1, 'keepalives_idle': 5, 'keepalives_interval': 3,
                    'keepalives_count': 3}  # type: Dict[str, Any]
         if psycopg2.extensions.libpq_version() >= 120000:
-            options['tcp_user_timeout'] = 15000
+            options['tcp_user_timeout'] = 12000
         try:
             options.update(psycopg2.extensions.parse_dsn(self._dsn))
             self._conn = psycopg2.connect(async_=1, **options)

@@ -122,7 +122,10 @@ def test_a_claim_reads_its_rows_by_the_partial_index_and_takes_no_more_than_its_
 def test_a_claim_keeps_its_caps_when_the_statistics_know_of_done_rows_only(db, form):
     with db.cursor() as cursor:
         build(cursor, 'q', [('fill', 'done'), ('analyse', None)], 20000)
-        cursor.execute("INSERT INTO queue (ingress_id, stage) SELECT i, 's' || i % 2 FROM generate_series(20001, 20400) i")
+        cursor.execute("""
+            INSERT INTO queue (ingress_id, stage)
+            SELECT i, 's' || i % 2 FROM generate_series(20001, 20400) AS i
+        """)
         with session_in(db.dsn, 'q') as session:
             session.execute(CLAIMS[form], {'stages': '{s0,s1}', 'caps': '{3,2}', 'floors': array([FIRST_ID] * 2),
                                            'held': '{}'})
@@ -176,9 +179,8 @@ def test_an_update_by_a_worker_finds_its_row_by_primary_key(states, state):
     with session_in(states, 'pending: ' + state) as cursor:
         cursor.execute('RESET ALL')
         cursor.execute('SET search_path = "pending: %s"' % state)
-        for guard in ('running', 'failed', 'paused', 'pending'):
-            plan = explain(cursor, "UPDATE queue SET status = 'done' WHERE ingress_id = 7 AND status = %s", (guard,))
-            assert kinds(plan) == {('Index Scan', 'queue_pkey')}, 'an index of ours misleads others'
+        plan = explain(cursor, "UPDATE queue SET status = 'done' WHERE ingress_id = 7 AND status = 'running'", None)
+        assert kinds(plan) == {('Index Scan', 'queue_pkey')}, 'an index of ours misleads others'
 
 
 @pytest.mark.parametrize('state', STATES)

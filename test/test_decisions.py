@@ -500,7 +500,7 @@ def test_one_id_shows_the_speed_of_a_stage_and_the_others_wait_for_it(m=pepsidis
     assert stage.hand_out() == [1]
 
 
-@pytest.mark.parametrize('pack_below_s, placed', [(0.1, [3, 3, 2, 2]), (1.0, [10])])
+@pytest.mark.parametrize('pack_below_s, placed', [(0.1, [1, 1, 1, 1]), (1.0, [10])])
 def test_others_wait_a_tenth_of_a_second_at_most_for_the_speed_to_show(pack_below_s, placed, m=pepsidispatch):
     stage = Stage(m, queue_limit=10, pack_below_s=pack_below_s)
     stage.claim(*range(1, 11))
@@ -533,13 +533,27 @@ def test_quick_ids_go_to_one_worker_up_to_the_limit(m=pepsidispatch):
     assert stage.hand_out() == [4, 4, 1]
 
 
-def test_slow_ids_go_to_a_worker_each_and_then_evenly(m=pepsidispatch):
+def test_slow_ids_go_to_a_worker_each_and_then_to_whoever_is_free_first(m=pepsidispatch):
     stage = Stage(m)
     stage.make_quick(0.5)
     stage.claim(11, 12, 13)
     assert stage.hand_out() == [1, 1, 1]
     stage.claim(*range(14, 19))
-    assert stage.hand_out() == [2, 2, 2, 2]
+    assert stage.hand_out() == [1, 1, 1, 1]
+    stage.answer(stage.pool.workers[2], 0.5)
+    assert stage.hand_out() == [1, 1, 1, 1] and len(stage.pool.ready) == 3
+
+
+def test_slow_ids_are_queued_evenly_once_all_workers_are_busy_for_long(m=pepsidispatch):
+    stage = Stage(m)
+    stage.make_quick(0.5)
+    stage.claim(*range(11, 20))
+    assert stage.hand_out() == [1, 1, 1, 1]
+    for worker in stage.pool.workers:
+        worker.child.waiting = b''
+        worker.watch_start(stage.now)
+    stage.now += m.START_S + m.FILL_S + 0.1
+    assert stage.hand_out() == [3, 2, 2, 2]
 
 
 def test_nobody_waits_behind_a_head_that_turns_out_slow_while_a_worker_can_be_started(m=pepsidispatch):
@@ -586,7 +600,7 @@ def test_no_worker_is_started_before_it_may(m=pepsidispatch):
     stage.pool.breaker.cannot_start(stage.now)
     stage.pool.breaker.answered(0.0)
     stage.claim(11, 12)
-    assert stage.hand_out() == [2]
+    assert stage.hand_out() == [1]
 
 
 def test_the_first_pass_of_a_worker_counts_only_if_it_was_short(m=pepsidispatch):

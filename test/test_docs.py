@@ -234,7 +234,7 @@ def test_environment_of_workers_is_described():
     [call] = [node for node in ast.walk(SOURCE) if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'dict'
               and any(keyword.arg == 'PEPSI_STAGE' for keyword in node.keywords)]
     described = re.findall(r'^\.It Ev (\S+)$', SECTIONS['ENVIRONMENT'], re.MULTILINE)
-    assert {keyword.arg for keyword in call.keywords} == set(described) - {'PEPSI_CONFIG', 'PATH'}
+    assert {keyword.arg for keyword in call.keywords} == set(described) - {'PEPSI_CONFIG', 'PATH', 'NO_COLOR'}
 
 
 def s(seconds):

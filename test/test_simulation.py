@@ -139,7 +139,7 @@ def test_a_message_goes_through_its_stages_without_the_heartbeat(module=pepsidis
 def test_few_workers_do_quick_work_and_all_do_slow_work(module=pepsidispatch):
     for seconds, workers in ((0.001, 1), (0.5, 4)):
         with make(module, program=working(seconds)) as world:
-            for _ in range(2):  # once to learn the speed
+            for _ in range(3):  # to learn the speed: the first pass of a worker includes its start
                 for _ in range(4):
                     world.table.insert('a')
                 world.run(seconds=0.1)
@@ -265,8 +265,8 @@ def test_a_message_that_enters_its_own_stage_again_and_again_does_so_at_a_low_ra
     for values in ({'status': 'pending'}, {'status': 'paused', 'timeout': 0.0}):
         with make(module, program=working(0.001, **values)) as world:
             world.table.insert('a')
-            world.run(seconds=10)
-            assert 25 <= world.passes[1] <= 55
+            world.run(seconds=3)
+            assert 7 <= world.passes[1] <= 17
             world.stop()
 
 
@@ -366,7 +366,9 @@ def test_what_a_worker_wrote_before_it_died_counts(module=pepsidispatch):
         return 1
 
     with make(module, program=program) as world:
-        world.hasty = True  # it writes and dies while the dispatcher reads from others
+        world.hasty = True  # it writes and dies while the dispatcher is busy with something else
+        for i in range(1000):
+            world.after(i * 0.0007, world.table.notify)
         for _ in range(5):
             world.table.insert('a')
         world.run(until=all_are(world, 'done'), limit_s=10)
