@@ -776,16 +776,26 @@ SETTLE_SKIPPING = SETTLE.replace(
     ) AS f
 """)
 
-# Once a session: what is sent for each batch is planned once. A generic plan is right for both, in every state of the
-# statistics, but cannot hash the held ids: beyond PREPARED_HELD of them the claim is sent as text.
+# Once a session: what is sent for each batch is planned once. A generic plan is right for all three, in every state of
+# the statistics, but cannot hash the held ids: beyond PREPARED_HELD of them the claim is sent as text. `exchange` is
+# a settlement and a claim in one statement: they never touch the same row, since what is settled is held.
+_SETTLE = SETTLE % {'ids': '$1', 'stages': '$2', 'verdicts': '$3', 'errors': '$4', 'durable': '$5'}
 PREPARE = """
 SET plan_cache_mode = force_generic_plan;
 PREPARE claim (text[], bigint[], bigint[], bigint[]) AS %s;
-PREPARE settle (bigint[], text[], text[], text[], text) AS %s
-""" % (CLAIM % {'stages': '$1', 'caps': '$2', 'floors': '$3', 'held': '$4'},
-       SETTLE % {'ids': '$1', 'stages': '$2', 'verdicts': '$3', 'errors': '$4', 'durable': '$5'})
+PREPARE settle (bigint[], text[], text[], text[], text) AS %s;
+PREPARE exchange (bigint[], text[], text[], text[], text, text[], bigint[], bigint[], bigint[]) AS %s
+UNION ALL
+SELECT ingress_id, 'claimed', stage, NULL, NULL FROM claimed
+""" % (CLAIM % {'stages': '$1', 'caps': '$2', 'floors': '$3', 'held': '$4'}, _SETTLE, _SETTLE.replace(
+    '\n)\nSELECT id,', '\n), claimed AS (%s)\nSELECT id,'
+    % (CLAIM % {'stages': '$6', 'caps': '$7', 'floors': '$8', 'held': '$9'})))
 PREPARED_CLAIM = 'EXECUTE claim (%(stages)s, %(caps)s, %(floors)s, %(held)s)'
 PREPARED_SETTLE = 'EXECUTE settle (%(ids)s, %(stages)s, %(verdicts)s, %(errors)s, %(durable)s)'
+PREPARED_EXCHANGE = """
+EXECUTE exchange (%(ids)s, %(stages)s, %(verdicts)s, %(errors)s, %(durable)s,
+                  %(wanted)s, %(caps)s, %(floors)s, %(held)s)
+"""
 PREPARED_HELD = 1000
 
 # Under the lock. Flips paused rows that are due; with `sweep` also resets rows running without an owner, which reads
@@ -1877,9 +1887,12 @@ class Queue:
 
     def claim(self, wants: Sequence[Want], held: Sequence[int]) -> List[Any]:
         """Set pending rows running; the value of the reply is a list of (id, stage), in no order."""
-        return self._start('claim', self._claiming(len(held) <= PREPARED_HELD, {
-            'stages': array([w.stage for w in wants]), 'caps': array([w.cap for w in wants]),
-            'floors': array([w.floor for w in wants]), 'held': array(held)}))
+        return self._start('claim', self._claiming(wants, held))
+
+    def exchange(self, outcomes: Sequence[Outcome], wants: Sequence[Want], held: Sequence[int]) -> List[Any]:
+        """Settle and claim in one round trip; the value of the reply is the pair of both values, the second None if
+        that part failed."""
+        return self._start('exchange', self._exchanging(outcomes, wants, held))
 
     def settle(self, outcomes: Sequence[Outcome]) -> List[Any]:
         """Write outcomes; the value of the reply is a list of Settled, for those whose commit is sure."""
@@ -1900,15 +1913,37 @@ class Queue:
     def _single(self, statement: Statement) -> Operation:
         return (yield statement)
 
-    def _claiming(self, few: bool, params: Dict[str, Any]) -> Operation:
+    def _claiming(self, wants: Sequence[Want], held: Sequence[int]) -> Operation:
+        params = {'stages': array([w.stage for w in wants]), 'caps': array([w.cap for w in wants]),
+                  'floors': array([w.floor for w in wants]), 'held': array(held)}
         if not self.skipping():
             try:
-                return (yield Statement(PREPARED_CLAIM if few else CLAIM, params))
+                return (yield Statement(PREPARED_CLAIM if len(held) <= PREPARED_HELD else CLAIM, params))
             except psycopg2.Error as e:
                 if e.pgcode != LOCKED:
                     raise
             self._skip_until = self._clock() + SKIP_LOCKED_S
         return (yield Statement(CLAIM_SKIPPING, params))
+
+    def _exchanging(self, outcomes: Sequence[Outcome], wants: Sequence[Want], held: Sequence[int]) -> Operation:
+        """Both at once; one after the other where a locked or a bad row is in the way."""
+        if len(held) <= PREPARED_HELD and not self.skipping():
+            params = dict(self._params(outcomes), wanted=array([w.stage for w in wants]),
+                          caps=array([w.cap for w in wants]), floors=array([w.floor for w in wants]), held=array(held))
+            try:
+                rows = yield Statement(PREPARED_EXCHANGE, params)
+            except (psycopg2.Error, ValueError) as e:
+                if getattr(e, 'pgcode', None) == LOCKED:
+                    self._skip_until = self._clock() + SKIP_LOCKED_S
+            else:
+                return (self._read_settled(outcomes, [row for row in rows if row[1] != 'claimed']),
+                        [(row[0], row[2]) for row in rows if row[1] == 'claimed'])
+        settled = yield from self._settling(outcomes)
+        try:
+            return settled, (yield from self._claiming(wants, held))
+        except psycopg2.Error as e:
+            log.debug('claim failed after a settlement: %s', complaint(e))
+            return settled, None
 
     def _settling(self, outcomes: Sequence[Outcome]) -> Operation:
         """Settle, by halves where a bad row (a trigger, a value) keeps the others from being written: it stays
@@ -1928,11 +1963,7 @@ class Queue:
         return settled + (yield from self._settling(outcomes[half:]))
 
     def _settle(self, outcomes: Sequence[Outcome]) -> Operation:
-        lasting = any(o.column != 'processed' and o.status is not Row.PENDING for o in outcomes)
-        params = {'ids': array([o.id for o in outcomes]), 'stages': array([o.stage for o in outcomes]),
-                  'verdicts': array([o.status.value for o in outcomes]), 'errors': array([o.error for o in outcomes]),
-                  'durable': self._durable if lasting else 'off'}
-        rows = None
+        params, rows = self._params(outcomes), None
         if not self.skipping():
             try:
                 rows = yield Statement(PREPARED_SETTLE, params)
@@ -1942,6 +1973,17 @@ class Queue:
                 self._skip_until = self._clock() + SKIP_LOCKED_S
         if rows is None:
             rows = yield Statement(SETTLE_SKIPPING, params)
+        return self._read_settled(outcomes, rows)
+
+    def _params(self, outcomes: Sequence[Outcome]) -> Dict[str, Any]:
+        lasting = any(o.column != 'processed' and o.status is not Row.PENDING for o in outcomes)
+        return {'ids': array([o.id for o in outcomes]), 'stages': array([o.stage for o in outcomes]),
+                'verdicts': array([o.status.value for o in outcomes]), 'errors': array([o.error for o in outcomes]),
+                'durable': self._durable if lasting else 'off'}
+
+    @staticmethod
+    def _read_settled(outcomes: Sequence[Outcome], rows: Iterable[Tuple[Any, ...]]) -> List[Settled]:
+        """What SETTLE returned, for those whose commit is sure: not for rows that are still running."""
         now: Dict[int, Settled] = {}
         for id, status, stage, due_s, found in rows:  # first as found, then as written
             now[id] = Settled(id, status, stage, due_s, found is None)
@@ -2278,7 +2320,6 @@ class Dispatcher:
         self._sweep = False  # ... with a sweep
         self._sweeping = False  # the revive under way is one
         self._flush = False  # statistics are to be written
-        self._claim_next = False  # settlements and claims take turns
         self._resting: Set[int] = set()  # ids that re-enter their own stage, for RETRY_GAP_S
         self._wants: List[Want] = []  # of the claim under way
         self._below_at = 0.0  # when a claim may start from the beginning again
@@ -2294,7 +2335,8 @@ class Dispatcher:
         self._facts = {Heard: self._heard, Died: self._died, Signalled: self._signalled, Reply: self._replied,
                        Lost: self._lost, Waiting: self._waiting, Taken: self._taken, Replaced: self._replaced,
                        Failure: self._failed}  # type: Dict[type, Callable[[Any], None]]
-        self._replies = {'claim': self._claimed, 'settle': self._settled, 'revive': self._revived,
+        self._replies = {'claim': self._claimed, 'settle': self._settled, 'exchange': self._exchanged,
+                         'revive': self._revived,
                          'flush': self._flushed}  # type: Dict[str, Callable[[Any], None]]
         self._due = {'watchdog': self._watchdog, 'idle': self._idle, 'grace': self._grace, 'eof': self._end_of_file,
                      'cooldown': self._cooled, 'rest': self._rested}  # type: Dict[str, Callable[[Any], None]]
@@ -2744,6 +2786,11 @@ class Dispatcher:
             first, longest = LOOK_GAP_S
             self.timers.set('look', self.now + min(first * 2 ** min(self._empty_claims - 2, 20), longest))
 
+    def _exchanged(self, both: Optional[Tuple[List[Settled], Optional[List[Tuple[int, str]]]]]) -> None:
+        settled, rows = both or (None, None)
+        self._settled(settled)
+        self._claimed(rows)
+
     def _look_again(self, wants: Sequence[Want]) -> None:
         for want in wants:
             if want.stage in self.pools:
@@ -2995,8 +3042,7 @@ class Dispatcher:
             return
         self._asked_at = self.now
         rooms = self._rooms()
-        if self.outbox.fresh and not (rooms and self._claim_next):
-            self._claim_next = True
+        if self.outbox.fresh and not rooms:
             self._from_queue(queue.settle(self.outbox.take(SETTLE_LIMIT)))
         elif not self._swept:
             if self._alone and (self.phase is Phase.SERVING or not self.workers):
@@ -3006,9 +3052,12 @@ class Dispatcher:
         elif self._flush and self.stats:
             self._from_queue(queue.flush(self.stats.seal(queue.epoch)))
         elif rooms:
-            self._claim_next = False
             self._wants = [pool.want(room, self.now >= self._below_at) for pool, room in rooms]
-            self._from_queue(queue.claim(self._wants, self.held()))
+            held = self.held()
+            if self.outbox.fresh:
+                self._from_queue(queue.exchange(self.outbox.take(SETTLE_LIMIT), self._wants, held))
+            else:
+                self._from_queue(queue.claim(self._wants, held))
 
     def _ask_revive(self, sweep: bool) -> None:
         self._revive, self._sweep, self._sweeping = False, False, sweep

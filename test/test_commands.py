@@ -1,10 +1,14 @@
-"""The one-shot commands of pepsi-dispatch that need no running dispatcher: init, help, version, usage errors."""
+"""The command line of pepsi-dispatch, and its commands beside run: init, requeue, status, check, sample."""
 import contextlib
+import json
 import re
+import signal
+import socket
 import subprocess
 
 import psycopg2
 import pytest
+from pipeline import Pipeline
 from support import DISPATCHER, PYTHON, call, write_config
 
 
@@ -219,3 +223,277 @@ def test_options_of_all_commands_may_stand_before_or_behind_the_command(config, 
     result = call(*template.format(config).split())
     assert result.code == 0, result.err
     assert execute(db, 'SELECT epoch FROM dispatch_stats') == [(0,)]
+
+
+# -- requeue -----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def system(tmp_path, dsn, db):
+    return Pipeline(tmp_path, dsn, db)
+
+
+STATUSES = ('pending', 'running', 'paused', 'done', 'failed', 'timeout')
+
+
+def fill(system):
+    """Queue a row of each status at stage a and b and return the ids of stage a by status."""
+    for stage in 'ab':
+        for status in STATUSES:
+            system.execute('INSERT INTO queue (stage, status, state) VALUES (%s, %s, %s)', stage, status,
+                           '{"dispatch_error": "crash: x", "mine": 1}')
+    return dict(system.execute("SELECT status, ingress_id FROM queue WHERE stage = 'a'"))
+
+
+def test_requeue_all_makes_failed_and_timed_out_messages_pending_and_removes_the_reason(system):
+    ids = fill(system)
+    result = call('-c', system.write_config({'a': 'true'}), 'requeue', '--all')
+    assert result.code == 0
+    assert re.search(r'\b4\b', result.out)
+    assert system.census() == {'pending': 6, 'running': 2, 'paused': 2, 'done': 2}
+    for status, id in ids.items():
+        expected = {'mine': 1} if status in ('failed', 'timeout') else {'mine': 1, 'dispatch_error': 'crash: x'}
+        assert system.row(id).state == expected
+
+
+@pytest.mark.parametrize('arguments', [['--stage=a'], ['--stage', 'a'], 'ids'])
+def test_requeue_takes_those_of_a_stage_or_with_these_ids(system, arguments):
+    ids = fill(system)
+    if arguments == 'ids':
+        arguments = [str(id) for id in ids.values()] + ['4711', str(2 ** 63 - 1)]  # not there: no error
+    result = call('-c', system.write_config({'a': 'true'}), 'requeue', *arguments)
+    assert result.code == 0
+    assert re.search(r'\b2\b', result.out)
+    assert system.row(ids['failed']).status == system.row(ids['timeout']).status == 'pending'
+    assert system.row(ids['done']).status == 'done'
+    assert system.execute("SELECT count(*) FROM queue WHERE stage = 'b' AND status IN ('failed', 'timeout')") == [(2,)]
+
+
+def test_requeue_dry_run_says_how_many_and_changes_nothing(system):
+    fill(system)
+    before = system.execute('SELECT ctid, * FROM queue ORDER BY 1')
+    result = call('-c', system.write_config({'a': 'true'}), 'requeue', '--dry-run', '--all')
+    assert result.code == 0
+    assert re.search(r'\b4\b', result.out)
+    assert system.execute('SELECT ctid, * FROM queue ORDER BY 1') == before
+
+
+def test_requeue_of_nothing_is_no_error_and_says_so(system):
+    result = call('-c', system.write_config({'a': 'true'}), 'requeue', '1', '2')
+    assert result.code == 0
+    assert re.search(r'\b0\b', result.out)
+
+
+def test_requeue_wakes_the_dispatcher(system):
+    with system.run({'a': system.stub('unless=%s/again' % system.directory, 'fail')}) as running:
+        ids = system.insert('a', 3)
+        system.wait_census(failed=3)
+        open(system.directory + '/again', 'w').close()
+        assert call('-c', system.write_config({'a': system.stub()}), 'requeue', '--stage=a').code == 0
+        system.wait_census(5, done=3)
+        assert running.process.poll() is None
+    assert system.row(ids[0]).state == {}
+
+
+def test_requeue_works_on_any_state_and_skips_no_row_for_it(system):
+    system.execute('ALTER TABLE queue ALTER COLUMN state DROP NOT NULL')
+    for state in (None, '[1]', '"x"', 'null', '7', '{}'):
+        system.execute("INSERT INTO queue (stage, status, state) VALUES ('a', 'failed', %s)", state)
+    assert call('-c', system.write_config({'a': 'true'}), 'requeue', '--all').code == 0
+    assert system.census() == {'pending': 6}
+    assert [row[0] for row in system.execute('SELECT state FROM queue ORDER BY ingress_id')] == [
+        None, [1], 'x', None, 7, {}]
+
+
+@pytest.mark.parametrize('arguments', [[], ['x'], ['1', 'x'], ['--all', '1'], ['--all', '--stage=a'], [str(2 ** 63)],
+                                       ['1.5'], ['\u0661']])
+def test_requeue_of_what_is_no_id_is_a_usage_error(system, arguments):
+    fill(system)
+    result = call('-c', system.write_config({'a': 'true'}), 'requeue', *arguments)
+    assert result.code == 64
+    assert 'Traceback' not in result.err
+    assert system.census() == dict.fromkeys(STATUSES, 2)
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+KEYS = {'pending', 'running', 'paused', 'failed', 'timeout', 'oldest_pending_seconds', 'workers', 'processed',
+        'processing_seconds'}
+
+
+def test_status_tells_that_no_dispatcher_is_running_by_its_exit_code(system):
+    fill(system)
+    config = system.write_config({'a': 'true', 'empty': 'true'})
+    result = call('-c', config, 'status', '--json')
+    assert result.code == 1
+    seen = json.loads(result.out)
+    assert seen['dispatcher'] is None
+    assert set(seen) == {'dispatcher', 'stages', 'totals', 'next_due_seconds'}
+    assert set(seen['stages']) == {'a', 'b', 'empty'}
+    for stage in seen['stages'].values():
+        assert set(stage) == KEYS
+    assert [seen['stages']['a'][status] for status in STATUSES if status != 'done'] == [1] * 5
+    assert [seen['stages']['empty'][status] for status in STATUSES if status != 'done'] == [0] * 5
+    assert seen['totals'] == {'stages': 0, 'messages': 0}
+    assert seen['next_due_seconds'] is None
+    assert len(result.out.splitlines()) == 1
+    table = call('-c', config, 'status')
+    assert table.code == 1
+    assert 'no dispatcher' in table.out
+    assert '\033' not in table.out
+
+
+def test_status_shows_who_does_what(system):
+    with system.run({'a': {'PROGRAM': system.stub('hang'), 'PARALLELISM': 2, 'QUEUE_LIMIT': 1}, 'b': system.stub()},
+                    stop_timeout=0) as running:
+        system.insert('a', 5)
+        system.insert('b', 3)
+        system.execute("INSERT INTO queue (stage, status, timeout) VALUES ('b', 'paused', now() + interval '1 hour')")
+        system.wait_census(done=3, running=2, pending=3, paused=1)
+        result = call('-c', system.write_config({'a': 'true', 'b': 'true'}), 'status', '--json')
+        assert result.code == 0
+        seen = json.loads(result.out)
+        assert seen['dispatcher']['pid'] == running.pid
+        assert seen['dispatcher']['host'] == socket.gethostname()
+        assert seen['dispatcher']['epoch'] == 1
+        assert isinstance(seen['dispatcher']['since'], str)
+        assert seen['stages']['a']['workers'] == 2
+        assert (seen['stages']['a']['running'], seen['stages']['a']['pending']) == (2, 3)
+        assert seen['stages']['b']['workers'] >= 1
+        assert 3590 < seen['next_due_seconds'] <= 3600
+
+
+PROMETHEUS = r'(?:# (?:HELP|TYPE) (\w+) .+|(\w+)(?:\{(\w+="(?:[^"\\]|\\.)*",?)+\})? -?[0-9.e+-]+)\Z'
+
+
+def test_status_for_prometheus_is_well_formed_whatever_stages_are_called(system):
+    names = ['a', 'say "hi"', 'a\\b', 'größer', "O'Hare"]
+    for name in names:
+        system.insert(name, 2)
+        system.execute('INSERT INTO stage_stats VALUES (%s, 1, 2, 3, 4, 5.5)', name)
+    system.execute('UPDATE dispatch_stats SET stages = 7, messages = 8')
+    result = call('-c', system.write_config({'a': 'true'}), 'status', '--prometheus', env={'PYTHONIOENCODING': 'utf-8'})
+    assert result.code == 1
+    for line in result.out.splitlines():
+        assert re.match(PROMETHEUS, line), line
+    lines = set(result.out.splitlines())
+    for name in ('a', r'say \"hi\"', r'a\\b', 'größer', "O'Hare"):
+        assert 'pepsi_queue_messages{stage="%s",status="pending"} 2' % name in lines
+        assert 'pepsi_stage_processed_total{stage="%s"} 1' % name in lines
+        assert 'pepsi_stage_failed_total{stage="%s"} 2' % name in lines
+        assert 'pepsi_stage_timeouts_total{stage="%s"} 3' % name in lines
+        assert 'pepsi_stage_crashes_total{stage="%s"} 4' % name in lines
+        assert 'pepsi_stage_processing_seconds_total{stage="%s"} 5.5' % name in lines
+    assert {'pepsi_stages_total 7', 'pepsi_messages_total 8', 'pepsi_dispatcher_up 0'} <= lines
+    families = [line.split()[2] for line in result.out.splitlines() if line.startswith('# TYPE')]
+    assert len(families) == len(set(families))
+
+
+def test_status_watch_looks_again_until_it_is_interrupted(system):
+    config = system.write_config({'a': 'true'})
+    with subprocess.Popen(PYTHON + [DISPATCHER, '-c', config, 'status', '--watch', '--json'], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        first = json.loads(process.stdout.readline().decode())
+        system.insert('a', 3)
+        second = json.loads(process.stdout.readline().decode())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) in (0, 1)
+        assert process.stderr.read() == b''
+    assert (first['stages']['a']['pending'], second['stages']['a']['pending']) == (0, 3)
+
+
+def test_status_into_a_pipe_that_nobody_reads_any_more_ends_without_a_traceback(system):
+    config = system.write_config({'a': 'true'})
+    with subprocess.Popen(PYTHON + [DISPATCHER, '-c', config, 'status', '--watch', '--json'], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(20)
+        err = process.stderr.read().decode()
+    assert 'Traceback' not in err
+    assert 'internal error' not in err
+
+
+@pytest.mark.parametrize('command', ['status', 'requeue --all', 'check'])
+def test_commands_on_a_database_without_tables_exit_with_78_and_say_what_to_do(config, command):
+    result = call('-c', config, *command.split())
+    assert result.code == 78
+    assert 'pepsi-dispatch init' in result.err + result.out
+    assert 'Traceback' not in result.err
+
+
+@pytest.mark.parametrize('command', ['status', 'requeue --all', 'check', 'init'])
+def test_commands_without_a_database_exit_with_69_and_never_show_the_password(tmp_path, command):
+    config = write_config(tmp_path, 'host=%s dbname=nothing password=s3cret' % tmp_path, {'resize': 'true'})
+    result = call('-c', config, *command.split())
+    assert result.code == 69
+    assert 'Traceback' not in result.err
+    assert 's3cret' not in result.err + result.out
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+def test_check_of_a_sound_system_exits_with_0_and_changes_nothing(system):
+    system.insert('a', 3)
+    before = describe(system.db), system.execute('SELECT ctid, * FROM queue'), system.execute('TABLE dispatch_stats')
+    result = call('-c', system.write_config({'a': system.stub()}), 'check')
+    assert result.code == 0, result.out
+    assert 'error' not in result.out
+    assert (describe(system.db), system.execute('SELECT ctid, * FROM queue'),
+            system.execute('TABLE dispatch_stats')) == before
+
+
+def test_check_works_beside_a_running_dispatcher(system):
+    with system.run({'a': system.stub()}) as running:
+        system.wait_status(system.insert_one('a'), 'done')
+        assert call('-c', system.write_config({'a': system.stub()}), 'check').code == 0
+        system.wait_status(system.insert_one('a'), 'done')
+        assert running.process.poll() is None
+
+
+def test_check_finds_what_would_keep_it_from_working(system, tmp_path):
+    system.execute('DROP INDEX queue_pending')
+    script = system.script('unusable', 'exit')
+    (tmp_path / 'unusable').chmod(0o644)
+    result = call('-c', system.write_config({'a': '/no/such/program', 'b': script, 'c': 'no-such-program'}), 'check')
+    assert result.code == 1
+    errors = [line for line in result.out.splitlines() if line.startswith('error')]
+    assert len(errors) == 4
+    for what in ('/no/such/program', 'unusable', 'no-such-program', 'index'):
+        assert [line for line in errors if what in line]
+    assert 'CREATE INDEX' in result.out
+
+
+def test_check_exits_with_0_for_warnings_alone(system):
+    system.execute('DROP TRIGGER pepsi_dispatch_insert ON queue')
+    system.insert('unheard of')
+    result = call('-c', system.write_config({'a': {'PROGRAM': 'true', 'PARALELISM': 1}}), 'check')
+    assert result.code == 0
+    for what in ('PARALELISM', 'unheard of', 'notification'):
+        assert [line for line in result.out.splitlines() if line.startswith('warning') and what in line]
+
+
+def test_check_exits_with_78_for_a_bad_configuration(tmp_path):
+    (tmp_path / 'pepsi.conf').write_text('[stage-a]\nQUEUE_LIMIT = 0\n')
+    result = call('-c', str(tmp_path / 'pepsi.conf'), 'check')
+    assert result.code == 78
+    assert 'QUEUE_LIMIT' in result.out + result.err
+
+
+# -- sample ------------------------------------------------------------------------------------------------------------
+
+def test_sample_is_a_configuration_that_works_as_it_stands(tmp_path, dsn):
+    result = call('sample')
+    assert (result.code, result.err) == (0, '')
+    for option in ('DATABASE', 'MAX_RUNTIME', 'WORKER_IDLE_TIMEOUT', 'POLL_INTERVAL', 'STATS_INTERVAL', 'STOP_TIMEOUT',
+                   'CONFIG_FILE', 'PROGRAM', 'PARALLELISM', 'QUEUE_LIMIT', 'MAX_MESSAGES', 'PACK_BELOW'):
+        assert option in result.out
+    assert 'program:pepsi-dispatch' in result.out
+    path = tmp_path / 'pepsi.conf'
+    path.write_text(result.out.replace('#DATABASE =', 'DATABASE = ' + dsn))
+    done = call('-c', str(path), 'init')
+    assert done.code == 0
+    assert 'WARNING' not in done.err
+    path.write_text(re.sub(r'(?m)^#([A-Z])', r'\1', result.out).replace('DATABASE =', 'DATABASE = ' + dsn))
+    done = call('-c', str(path), 'init')  # the defaults, as they are shown, are good values
+    assert done.code == 0, done.err
+    assert 'WARNING' not in done.err

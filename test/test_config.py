@@ -86,12 +86,14 @@ def test_every_option_is_read():
                    'WORKER_IDLE_TIMEOUT = 0', 'POLL_INTERVAL = 2', 'STATS_INTERVAL = 3',
                    'STOP_TIMEOUT = 4', 'CONFIG_FILE = other.conf', '[stage-a]', 'PROGRAM = p -x',
                    'PARALLELISM = 1', 'QUEUE_LIMIT = 2', 'MAX_MESSAGES = 3', 'PACK_BELOW = 4 ms')
-    assert config._replace(sources=()) == m.Config(FILE, 'host=h dbname=d', 2.0, 3.0, 4.0, 'other.conf',
-                                                   {'a': m.StageConfig('a', ('p', '-x'), 1, 2, 3, 0.004, 3600.0, 0.0)}, ())
+    assert config._replace(sources=()) == m.Config(
+        FILE, 'host=h dbname=d', 2.0, 3.0, 4.0, 'other.conf',
+        {'a': m.StageConfig('a', ('p', '-x'), 1, 2, 3, 0.004, 3600.0, 0.0)}, ())
 
 
 def test_where_each_value_comes_from_is_remembered_without_the_password():
-    sources = parse('[pepsi]', 'DATABASE = host=h password=hunter2', '[stage-a]', 'PROGRAM = x', 'queue_limit = 2').sources
+    sources = parse('[pepsi]', 'DATABASE = host=h password=hunter2', '[stage-a]', 'PROGRAM = x',
+                    'queue_limit = 2').sources
     assert ('pepsi-dispatch', 'POLL_INTERVAL', '30 s', 'default') in sources
     assert ('stage-a', 'QUEUE_LIMIT', '2', FILE) in sources
     assert 'hunter2' not in str(sources)

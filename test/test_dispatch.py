@@ -758,6 +758,7 @@ def test_stage_names_differ_by_case(system):
 
 # -- much of it --------------------------------------------------------------------------------------------------------
 
+@pytest.mark.timeout(600)
 def test_20000_messages_pass_three_stages_exactly_once_each(system):
     def descriptors():
         directory = '/proc/%d/fd' % running.pid
@@ -772,7 +773,7 @@ def test_20000_messages_pass_three_stages_exactly_once_each(system):
         wait_until(lambda: len(descriptors()) > 3)
         before = descriptors()
         system.insert('a', 20000)
-        wait_until(lambda: system.census() == {}, 110)
+        wait_until(lambda: system.census() == {}, 500)
         wait_until(lambda: not running.workers())
         assert descriptors() == before
         assert 'WARNING' not in running.log()

@@ -19,9 +19,10 @@ CONFIG = '[stage-a]\nPROGRAM = x\n'
 class Real:
     """Queue against a PostgreSQL, and a second session that plays everybody else."""
 
-    def __init__(self, dsn, connect):
-        self._connect = connect
-        self._other = connect()
+    def __init__(self, dsn):
+        self._dsn = dsn
+        self._other = psycopg2.connect(dsn)
+        self._other.autocommit = True
         with self._other.cursor() as cursor:
             cursor.execute(m.SCHEMA)
         self.queue = m.Queue(dsn)
@@ -79,8 +80,7 @@ class Real:
     @contextlib.contextmanager
     def locked(self, id):
         """While the block runs somebody else holds the lock of a row."""
-        with contextlib.closing(self._connect()) as holder:
-            holder.autocommit = False
+        with contextlib.closing(psycopg2.connect(self._dsn)) as holder:
             with holder.cursor() as cursor:
                 cursor.execute('SELECT FROM queue WHERE ingress_id = %s FOR UPDATE', (id,))
             yield
@@ -148,6 +148,14 @@ class Fake:
         del self._table.locked[id]
 
 
+@contextlib.contextmanager
+def connected(dsn):
+    """A real session that is ready, for test_planted."""
+    with contextlib.closing(Real(dsn)) as real:
+        real.taken = real.wait(m.Taken)
+        yield real
+
+
 @pytest.fixture(params=['real', 'fake'])
 def system(request):
     """A session that is not connected yet, and everybody else."""
@@ -158,12 +166,7 @@ def system(request):
         return
     dsn = request.getfixturevalue('dsn')
 
-    def connect():
-        connection = psycopg2.connect(dsn)
-        connection.autocommit = True
-        return connection
-
-    with contextlib.closing(Real(dsn, connect)) as real:
+    with contextlib.closing(Real(dsn)) as real:
         yield real
 
 
@@ -258,6 +261,19 @@ def test_an_insert_and_a_change_of_a_row_that_does_not_run_ring(ready):
     assert not rings(ready.move, 1, 'a')
     assert not rings(ready.update, 1, 'pending')  # heard at the answer
     assert not rings(ready.update, 1, 'pending')
+
+
+def test_nothing_that_the_session_does_rings(ready):
+    ready.insert(1, 'a')
+    ready.insert(2, 'a', 'paused', -1.0)
+    claim(ready, [('a', 1, m.FIRST_ID)])
+    ready.queue.rung()
+    settle(ready, release(1))
+    revive(ready)
+    claim(ready, [('a', 5, m.FIRST_ID)])
+    settle(ready, failed(1), release(2))
+    claim(ready, [('none', 5, m.FIRST_ID)])
+    assert not ready.queue.rung()
 
 
 # -- claim -------------------------------------------------------------------------------------------------------------

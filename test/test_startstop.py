@@ -486,3 +486,139 @@ def test_quiet_logs_warnings_only(system):
         system.wait_census(failed=1)
         running.stop()
         assert running.log() == ''
+
+
+# -- other signals -----------------------------------------------------------------------------------------------------
+
+def reload(running):
+    """Send SIGHUP and wait until it was served; return what was logged."""
+    start = len(running.log())
+    running.signal(signal.SIGHUP)
+    match = running.wait_log('^.*(reloaded .*pepsi.conf|reload refused).*$', start=start)
+    return running.log()[start:match.end() - len(running.log())] + match.group()
+
+
+def test_sighup_gives_changed_stages_new_workers_as_the_old_ones_finish(system, tmp_path):
+    hold = 'await=%s' % (tmp_path / 'go')
+    with system.run({'a': {'PROGRAM': system.stub(hold), 'PARALLELISM': 1, 'QUEUE_LIMIT': 2}, 'b': system.stub()},
+                    worker_idle_timeout='1 h') as running:
+        system.wait_status(system.insert_one('b'), 'done')
+        ids = system.insert('a', 4)
+        system.wait_begun(2)
+        first = set(spawned(running))
+        system.write_config({'a': {'PROGRAM': system.stub('fail=new'), 'PARALLELISM': 1}, 'b': system.stub()},
+                            worker_idle_timeout='1 h')
+        reload(running)
+        system.wait_status(system.insert_one('b'), 'done')
+        (tmp_path / 'go').touch()
+        wait_until(lambda: not {'pending', 'running'} & set(system.census()))
+        assert len(set(spawned(running)) - first) == 1  # b has still its old one
+        assert 'WARNING' not in running.log()
+    begun = {e[3]: e[1] for e in system.events('begin') if e[2] == 'a'}
+    assert sorted(begun) == ids
+    assert len(system.begun('a')) == 4
+    old = [id for id in ids if begun[id] in first]
+    assert 1 <= len(old) <= 2  # what it had already
+    assert [id for id in ids if system.row(id).status == 'done'] == old
+    assert {system.error(id) for id in ids if id not in old} == {'status: 1 new'}
+
+
+def test_sighup_adds_and_removes_stages(system):
+    with system.run({'a': system.stub()}) as running:
+        system.wait_status(system.insert_one('a'), 'done')
+        waiting = system.insert_one('b')
+        system.write_config({'b': system.stub()})
+        reload(running)
+        system.wait_status(waiting, 'done')
+        held = system.insert_one('a')
+        system.wait_status(system.insert_one('b'), 'done')
+        assert system.row(held).status == 'pending'
+        system.write_config({'a': system.stub(), 'b': system.stub()})
+        reload(running)
+        system.wait_status(held, 'done')
+
+
+def test_sighup_changes_parallelism_up_and_down(system):
+    with system.run({'a': {'PROGRAM': system.stub('hang'), 'PARALLELISM': 1, 'QUEUE_LIMIT': 1}},
+                    stop_timeout=0) as running:
+        system.insert('a', 6)
+        system.wait_begun(1)
+        assert system.census() == {'running': 1, 'pending': 5}
+        system.write_config({'a': {'PROGRAM': system.stub('hang'), 'PARALLELISM': 3, 'QUEUE_LIMIT': 1}}, stop_timeout=0)
+        reload(running)
+        system.wait_begun(3)
+        assert system.census() == {'running': 3, 'pending': 3}
+        system.write_config({'a': {'PROGRAM': system.stub(), 'PARALLELISM': 0}}, stop_timeout=0)
+        reload(running)
+        for worker in running.workers():
+            worker.kill()
+        system.wait_census(failed=3, pending=3)
+        wait_until(lambda: not running.workers())
+
+
+def test_sighup_with_a_bad_file_changes_nothing(system):
+    config = system.write_config({'a': system.stub()})
+    with Running(config) as running:
+        system.wait_status(system.insert_one('a'), 'done')
+        with open(config) as file:
+            good = file.read()
+        for bad in (good + 'QUEUE_LIMIT = 0\n', 'nonsense\n', None):
+            if bad is None:
+                os.remove(config)
+            else:
+                with open(config, 'w') as file:
+                    file.write(bad)
+            log = reload(running)
+            assert 'ERROR' in log
+            assert 'refused' in log
+            system.wait_status(system.insert_one('a'), 'done')
+        with open(config, 'w') as file:
+            file.write(good.replace('dbname=', 'dbname=another_'))
+        assert 'restart' in reload(running)
+        system.wait_status(system.insert_one('a'), 'done')
+
+
+def test_sighup_while_a_stage_cools_down_tries_the_repaired_program_at_once(system):
+    with system.run({'a': '/no/such/program'}) as running:
+        id = system.insert_one('a')
+        running.wait_log('cooling stage=a for 4 s')
+        system.write_config({'a': system.stub()})
+        reload(running)
+        system.wait_status(id, 'done', 2.5)
+
+
+def test_sigusr1_writes_the_state_of_the_pools_to_the_log(system):
+    with system.run({'a': {'PROGRAM': system.stub('hang'), 'PARALLELISM': 2}, 'b': system.stub()},
+                    stop_timeout=0) as running:
+        id = system.insert_one('a')
+        system.wait_begun(1)
+        [worker] = [w.pid for w in running.workers()]
+        running.signal(signal.SIGUSR1)
+        running.wait_log('state stage=b ')
+        assert running.wait_log(r'state worker %d .*\b%d\b' % (worker, id))
+        assert running.process.poll() is None
+
+
+def test_a_storm_of_signals_does_no_harm(system):
+    system.insert('a', 50)
+    with system.run({'a': {'PROGRAM': system.stub('sleep=0.01'), 'PARALLELISM': 2}}, stop_timeout=0) as running:
+        running.wait_log('took over')
+        for _ in range(3000):
+            running.signal(signal.SIGCHLD)
+            running.signal(signal.SIGUSR1)
+        system.wait_census(done=50)
+        system.wait_status(system.insert_one('a'), 'done', 2)
+    assert sorted(system.begun()) == sorted(set(system.begun()))
+
+
+def test_a_stop_of_the_process_for_a_while_times_nobody_out_that_answered_in_time(system):
+    with system.run({'a': {'PROGRAM': system.stub('sleep=0.3'), 'MAX_RUNTIME': '1 s', 'PARALLELISM': 2}}) as running:
+        system.insert('a', 2)
+        system.wait_begun(2)
+        running.signal(signal.SIGSTOP)
+        wait_until(lambda: len(system.events('end')) == 2)
+        time.sleep(1.2)  # no proof: it makes the deadlines pass while it is stopped
+        running.signal(signal.SIGCONT)
+        wait_until(lambda: system.totals()[0] == 2)
+    assert system.census() == {'done': 2}
+    assert system.counts() == {'a': Counts(2, 0, 0, 0)}

@@ -1,0 +1,694 @@
+"""What each statement of the dispatcher does and what it leaves alone, on a real PostgreSQL, one statement at a time."""
+import contextlib
+import io
+import re
+import threading
+import time
+
+import psycopg2
+import psycopg2.errorcodes
+import pytest
+import support
+
+import pepsidispatch
+from pepsidispatch import FIRST_ID, LAST_ID, LOCK_KEY, array
+
+CLAIMS = {'prepared': pepsidispatch.PREPARED_CLAIM, 'plain': pepsidispatch.CLAIM,
+          'skipping': pepsidispatch.CLAIM_SKIPPING}
+SETTLES = {'prepared': pepsidispatch.PREPARED_SETTLE, 'plain': pepsidispatch.SETTLE,
+           'skipping': pepsidispatch.SETTLE_SKIPPING}
+WAITING = [form for form in CLAIMS if form != 'skipping']
+
+HOSTILE = ["'; DROP TABLE queue; --", '"', "'", '\\', 'a\\', '%', '%s', '%(stages)s', '{a,b}', 'NULL', 'null', '', ' ',
+           'a,b', 'line\nfeed', 'tab\t', '\x01\x1b[31m', '\u2028\u00e9\U0001f600', '$1', 'x' * 10000]
+
+# A queue that somebody else made: more columns, no check, nullable everywhere it can be.
+FOREIGN = """
+CREATE TABLE queue (
+    ingress_id bigint PRIMARY KEY,
+    priority integer,
+    stage text,
+    status text DEFAULT 'pending',
+    timeout timestamptz,
+    state jsonb,
+    received timestamptz DEFAULT now()
+)
+"""
+
+
+@pytest.fixture
+def sql(db):
+    """A cursor of somebody else's session, where the tables are there; `execute` in autocommit."""
+    with db.cursor() as cursor:
+        cursor.execute(pepsidispatch.SCHEMA)
+        yield cursor
+
+
+@contextlib.contextmanager
+def dispatcher_session(dsn, **options):
+    """A cursor of a session that is made what the dispatcher's is."""
+    with contextlib.closing(psycopg2.connect(dsn, **options)) as connection:
+        connection.autocommit = True
+        cursor = connection.cursor()
+        cursor.execute(pepsidispatch.SETTINGS, {'names': list(pepsidispatch.SESSION),
+                                                'values': list(pepsidispatch.SESSION.values())})
+        cursor.execute(pepsidispatch.RELAX)
+        cursor.execute(pepsidispatch.PREPARE)
+        yield cursor
+
+
+@pytest.fixture
+def us(sql, dsn):
+    """A cursor of the dispatcher's session."""
+    with dispatcher_session(dsn) as cursor:
+        yield cursor
+
+
+def claim(us, stages, held=(), floor=FIRST_ID, form='prepared'):
+    """Claim; stages: name -> cap. Returns (id, stage) in order of ids."""
+    us.execute(CLAIMS[form], {'stages': array(list(stages)), 'caps': array(list(stages.values())),
+                              'floors': array([floor] * len(stages)), 'held': array(list(held))})
+    return sorted(us.fetchall())
+
+
+def settle(us, *outcomes, form='prepared', durable='off'):
+    """Settle outcomes, each (id, stage, verdict, error). Returns (found, written): id -> (status, stage, due_s)."""
+    ids, stages, verdicts, errors = zip(*outcomes)
+    us.execute(SETTLES[form], {'ids': array(ids), 'stages': array(stages), 'verdicts': array(verdicts),
+                               'errors': array(errors), 'durable': durable})
+    found, written = {}, {}
+    for id, status, stage, due_s, mark in us.fetchall():
+        (written if mark is None else found)[id] = (status, stage, due_s)
+    return found, written
+
+
+def revive(us, held=(), sweep=False, limit=1000):
+    """Retry and, with sweep, reset. Returns (counts, seconds until the next is due): counts has a number for each of
+    lock, reset, retried, lost, ripe."""
+    us.execute(pepsidispatch.SWEEP if sweep else pepsidispatch.REVIVE,
+               {'held': array(list(held)), 'sweep': sweep, 'limit': limit, 'key': LOCK_KEY})
+    counts, next_s = dict.fromkeys(['lock', 'reset', 'retried', 'lost', 'ripe'], 0), None
+    for what, _, number, due_s in us.fetchall():
+        if what == 'next':
+            next_s = due_s
+        else:
+            counts[what] += number
+    return counts, next_s
+
+
+def flush(us, number, epoch, stages, total=0, messages=0):
+    """Flush statistics; stages: name -> (processed, failed, timeouts, crashes, seconds). Returns what FLUSH says."""
+    columns = list(zip(*stages.values())) or [()] * 5
+    us.execute(pepsidispatch.FLUSH, dict(
+        zip(('processed', 'failed', 'timeouts', 'crashes', 'seconds'), map(array, columns)),
+        stages=array(list(stages)), total=total, messages=messages, flush=number, epoch=epoch))
+    [row] = us.fetchall()
+    return row
+
+
+def insert(sql, id, stage='a', status='pending', timeout=None, state='{}'):
+    """Add a row; timeout is an SQL expression, state is JSON."""
+    sql.execute('INSERT INTO queue (ingress_id, stage, status, timeout, state) VALUES (%%s, %%s, %%s, %s, %%s)'
+                % (timeout or 'NULL'), (id, stage, status, state))
+
+
+def rows(sql, columns='status'):
+    """The queue as id -> columns, a tuple if there are several of them."""
+    sql.execute('SELECT ingress_id, %s FROM queue' % columns)
+    return {row[0]: row[1] if len(row) == 2 else row[1:] for row in sql.fetchall()}
+
+
+@contextlib.contextmanager
+def transaction(dsn, *statements):
+    """A session of somebody else that has run statements and has not committed; yields its connection."""
+    with contextlib.closing(psycopg2.connect(dsn)) as connection:
+        for statement in statements:
+            connection.cursor().execute(statement)
+        yield connection
+
+
+def while_waiting(sql, us, call, other):
+    """Make a call in a session that waits for a lock of another transaction; commit that, and return the result."""
+    us.execute("SET lock_timeout = '30s'")
+    pid, results = us.connection.get_backend_pid(), []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+
+    def waits():
+        sql.execute('SELECT cardinality(pg_blocking_pids(%s))', (pid,))
+        return sql.fetchone()[0]
+
+    try:
+        support.wait_until(waits, what='the statement to wait for the lock')
+    finally:
+        other.commit()
+        thread.join(30)
+    return results[0]
+
+
+def assert_gives_up_on_the_lock(call):
+    began = time.monotonic()
+    with pytest.raises(psycopg2.OperationalError) as error:
+        call()
+    assert error.value.pgcode == psycopg2.errorcodes.LOCK_NOT_AVAILABLE == pepsidispatch.LOCKED
+    assert time.monotonic() - began < 10
+
+
+# claim
+
+@pytest.mark.parametrize('form', CLAIMS)
+def test_a_claim_takes_the_lowest_ids_of_each_stage_in_numeric_order(sql, us, form):
+    for id in (LAST_ID, 10, 9, 1000000000000, -5, FIRST_ID, 2 ** 31):
+        insert(sql, id, 'a')
+    insert(sql, 7, 'b')
+    insert(sql, 8, 'c')
+    assert claim(us, {'a': 4, 'b': 4, 'none': 4}, form=form) == [
+        (FIRST_ID, 'a'), (-5, 'a'), (7, 'b'), (9, 'a'), (10, 'a')]
+    assert claim(us, {'a': 10}, form=form) == [(2 ** 31, 'a'), (1000000000000, 'a'), (LAST_ID, 'a')]
+    assert [id for id, status in rows(sql).items() if status != 'running'] == [8]
+
+
+@pytest.mark.parametrize('form', CLAIMS)
+def test_a_claim_leaves_rows_alone_that_are_held_or_below_the_floor_or_not_pending(sql, us, form):
+    statuses = ['pending'] * 5 + ['running', 'paused', 'done', 'failed', 'timeout']
+    for id, status in enumerate(statuses):
+        insert(sql, id, status=status, timeout='now()')
+    assert claim(us, {'a': 100}, held=[2, 3, LAST_ID, FIRST_ID], floor=1, form=form) == [(1, 'a'), (4, 'a')]
+    assert claim(us, {'a': 100}, held=[0, 2, 3], form=form) == []
+    assert claim(us, {'a': 100}, floor=LAST_ID, form=form) == []
+    statuses[1] = statuses[4] = 'running'
+    assert rows(sql) == dict(enumerate(statuses))
+
+
+@pytest.mark.parametrize('form', CLAIMS)
+def test_a_claim_finds_hostile_stage_names_and_executes_none_of_them(sql, us, form):
+    for id, stage in enumerate(HOSTILE):
+        insert(sql, id, stage)
+    assert claim(us, dict.fromkeys(HOSTILE, 2), form=form) == list(enumerate(HOSTILE))
+
+
+@pytest.mark.parametrize('form', CLAIMS)
+def test_a_claim_leaves_rows_without_a_stage_alone(db, dsn, form):
+    with db.cursor() as cursor:
+        cursor.execute(FOREIGN + ';' + pepsidispatch.SCHEMA)
+        insert(cursor, 1, None)
+        insert(cursor, 2, 'a', state=None)
+        with dispatcher_session(dsn) as us:
+            assert claim(us, {'a': 10, 'NULL': 10}, form=form) == [(2, 'a')]
+        assert rows(cursor) == {1: 'pending', 2: 'running'}
+
+
+@pytest.mark.parametrize('form', WAITING)
+def test_a_claim_gives_up_on_a_locked_row_within_the_lock_timeout_and_claims_nothing(sql, us, dsn, form):
+    for id in (1, 2, 3):
+        insert(sql, id)
+    with transaction(dsn, "UPDATE queue SET state = '{}' WHERE ingress_id = 2"):
+        assert_gives_up_on_the_lock(lambda: claim(us, {'a': 10}, form=form))
+        assert set(rows(sql).values()) == {'pending'}
+    assert len(claim(us, {'a': 10}, form=form)) == 3
+
+
+def test_a_skipping_claim_passes_over_locked_rows_and_fills_up_behind_them(sql, us, dsn):
+    for id in range(1, 7):
+        insert(sql, id)
+    with transaction(dsn, "UPDATE queue SET state = '{}' WHERE ingress_id IN (1, 3)"):
+        assert claim(us, {'a': 3}, form='skipping') == [(2, 'a'), (4, 'a'), (5, 'a')]
+    assert claim(us, {'a': 3}, form='skipping') == [(1, 'a'), (3, 'a'), (6, 'a')]
+
+
+@pytest.mark.parametrize('form', WAITING)
+@pytest.mark.parametrize('change, claimed, left', [
+    ("UPDATE queue SET status = 'done'", None, ('a', 'done')),
+    ("UPDATE queue SET status = 'paused', timeout = 'infinity'", None, ('a', 'paused')),
+    ("UPDATE queue SET status = 'running'", None, ('a', 'running')),
+    ("UPDATE queue SET stage = 'elsewhere'", None, ('elsewhere', 'pending')),
+    ("UPDATE queue SET stage = 'b'", 'b', ('b', 'running')),
+    ("UPDATE queue SET state = '{\"touched\": true}'", 'a', ('a', 'running')),
+    ('DELETE FROM queue', None, None),
+], ids=['finished', 'paused', 'running', 'moved away', 'moved within the claim', 'touched', 'deleted'])
+def test_a_claim_judges_a_row_by_what_it_is_when_its_lock_is_free(sql, us, dsn, form, change, claimed, left):
+    for id in (1, 2, 3):
+        insert(sql, id)
+    with transaction(dsn, change + ' WHERE ingress_id = 2') as other:
+        got = while_waiting(sql, us, lambda: claim(us, {'a': 10, 'b': 10}, form=form), other)
+    assert got == sorted([(1, 'a'), (3, 'a')] + [(2, claimed)] * (claimed is not None))
+    assert rows(sql, 'stage, status').get(2) == left
+
+
+# settle
+
+@pytest.mark.parametrize('form', SETTLES)
+@pytest.mark.parametrize('verdict, error', [('failed', 'status: 1 x'), ('timeout', 'timeout: 5 s'), ('pending', None)])
+def test_a_settlement_writes_the_verdict_on_a_row_that_is_still_running_at_its_stage(sql, us, form, verdict, error):
+    insert(sql, 1, 'a', 'running', state='{"page": 3, "dispatch_error": "old"}')
+    found, written = settle(us, (1, 'a', verdict, error), form=form)
+    assert (found, written) == ({1: ('running', 'a', None)}, {1: (verdict, 'a', None)})
+    assert rows(sql, 'status, stage, state') == {
+        1: (verdict, 'a', {'page': 3, 'dispatch_error': error or 'old'})}
+
+
+@pytest.mark.parametrize('form', SETTLES)
+@pytest.mark.parametrize('verdict, error', [('failed', 'crash: x'), ('timeout', 'timeout: 5 s'), ('pending', None)])
+def test_a_settlement_requeues_a_row_that_has_advanced_and_blames_it_for_nothing(sql, us, form, verdict, error):
+    insert(sql, 1, 'b', 'running', state='{"page": 3}')
+    found, written = settle(us, (1, 'a', verdict, error), form=form)
+    assert (found, written) == ({1: ('running', 'b', None)}, {1: ('pending', 'b', None)})
+    assert rows(sql, 'status, stage, state') == {1: ('pending', 'b', {'page': 3})}
+
+
+@pytest.mark.parametrize('form', SETTLES)
+@pytest.mark.parametrize('stage', ['a', 'b'])
+@pytest.mark.parametrize('status', ['pending', 'paused', 'done', 'failed', 'timeout'])
+def test_a_settlement_leaves_a_row_alone_that_is_not_running(sql, us, form, status, stage):
+    insert(sql, 1, stage, status)
+    before = rows(sql, 'status, stage, state, xmin::text')
+    assert settle(us, (1, 'a', 'failed', 'crash: x'), form=form) == ({1: (status, stage, None)}, {})
+    assert rows(sql, 'status, stage, state, xmin::text') == before
+
+
+@pytest.mark.parametrize('form', SETTLES)
+def test_a_settlement_of_a_row_that_is_gone_returns_nothing_for_it(sql, us, form):
+    insert(sql, 2, 'a', 'running')
+    found, written = settle(us, (1, 'a', 'failed', 'crash: x'), (2, 'a', 'failed', 'crash: x'), form=form)
+    assert (list(found), list(written)) == ([2], [2])
+
+
+@pytest.mark.parametrize('form', SETTLES)
+def test_a_settlement_that_is_sent_again_changes_nothing(sql, us, form):
+    for id, stage in ((1, 'a'), (2, 'b')):
+        insert(sql, id, stage, 'running')
+    outcomes = [(1, 'a', 'failed', 'crash: x'), (2, 'a', 'failed', 'crash: x')]
+    settle(us, *outcomes, form=form)
+    before = rows(sql, 'status, stage, state, xmin::text')
+    assert settle(us, *outcomes, form=form) == ({1: ('failed', 'a', None), 2: ('pending', 'b', None)}, {})
+    assert rows(sql, 'status, stage, state, xmin::text') == before
+
+
+@pytest.mark.parametrize('form', SETTLES)
+@pytest.mark.parametrize('state, after', [
+    (None, {'dispatch_error': 'crash: x'}), ('{}', {'dispatch_error': 'crash: x'}), ('null', None),
+    ('[1, {"a": 2}]', [1, {'a': 2}]), ('"text"', 'text'), ('7', 7), ('[]', [])])
+def test_a_reason_goes_into_a_state_that_is_an_object_or_missing_and_into_no_other(db, dsn, form, state, after):
+    with db.cursor() as cursor:
+        cursor.execute(FOREIGN + ';' + pepsidispatch.SCHEMA)
+        insert(cursor, 1, 'a', 'running', state=state)
+        with dispatcher_session(dsn) as us:
+            settle(us, (1, 'a', 'failed', 'crash: x'), form=form)
+        assert rows(cursor, 'status, state, state IS NULL') == {1: ('failed', after, False)}
+
+
+@pytest.mark.parametrize('form', SETTLES)
+def test_a_settlement_takes_the_ends_of_the_range_of_ids_hostile_stages_and_hostile_reasons(sql, us, form):
+    ids = [FIRST_ID, -1, 2 ** 31, LAST_ID] + list(range(len(HOSTILE)))
+    stages = ['a'] * 4 + HOSTILE
+    for id, stage in zip(ids, stages):
+        insert(sql, id, stage, 'running')
+    found, written = settle(us, *[(id, stage, 'failed', 'status: 1 ' + stage) for id, stage in zip(ids, stages)],
+                            form=form)
+    assert {id: stage for id, (_, stage, _) in written.items()} == dict(zip(ids, stages))
+    assert rows(sql, "state ->> 'dispatch_error'") == {id: 'status: 1 ' + stage for id, stage in zip(ids, stages)}
+
+
+@pytest.mark.parametrize('form', SETTLES)
+@pytest.mark.parametrize('timeout, least, most', [
+    ("now() + interval '1 h'", 3590, 3600), ("now() - interval '1 h'", -3700, 0), ("'-infinity'", -1e12, 0),
+    ("'4000-01-01 BC'", -1e12, 0), ("'20000-01-01'", 1e9, 1e9), ("'infinity'", None, None), ('NULL', None, None)])
+def test_a_settlement_tells_when_a_row_that_its_worker_paused_is_due(sql, us, form, timeout, least, most):
+    insert(sql, 1, 'a', 'paused', timeout)
+    insert(sql, 2, 'a', 'done', "now() + interval '1 h'")
+    found, _ = settle(us, (1, 'a', 'failed', 'unfinished: x'), (2, 'a', 'failed', 'unfinished: x'), form=form)
+    due_s = found[1][2]
+    assert due_s is None if least is None else least <= due_s <= most
+    assert found[2] == ('done', 'a', None)
+
+
+@pytest.mark.parametrize('form', WAITING)
+def test_a_settlement_gives_up_on_a_locked_row_within_the_lock_timeout_and_writes_nothing(sql, us, dsn, form):
+    for id in (1, 2, 3):
+        insert(sql, id, status='running')
+    with transaction(dsn, 'SELECT FROM queue WHERE ingress_id = 2 FOR UPDATE'):
+        assert_gives_up_on_the_lock(lambda: settle(us, *[(id, 'a', 'failed', 'x') for id in (1, 2, 3)], form=form))
+        assert set(rows(sql).values()) == {'running'}
+
+
+def test_a_skipping_settlement_writes_what_is_not_locked_and_tells_the_rest_apart(sql, us, dsn):
+    for id in (1, 2, 3):
+        insert(sql, id, status='running')
+    outcomes = [(id, 'a', 'failed', 'x') for id in (1, 2, 3)]
+    with transaction(dsn, 'SELECT FROM queue WHERE ingress_id = 2 FOR UPDATE'):
+        found, written = settle(us, *outcomes, form='skipping')
+        assert {id: status for id, (status, _, _) in found.items()} == dict.fromkeys((1, 2, 3), 'running')
+        assert sorted(written) == [1, 3]
+        assert rows(sql) == {1: 'failed', 2: 'running', 3: 'failed'}
+    assert sorted(settle(us, *outcomes, form='skipping')[1]) == [2]
+
+
+@pytest.mark.parametrize('form', WAITING)
+@pytest.mark.parametrize('change, written, left', [
+    ("UPDATE queue SET status = 'done'", None, ('done', 'a', {})),
+    ("UPDATE queue SET status = 'paused'", None, ('paused', 'a', {})),
+    ("UPDATE queue SET stage = 'b'", ('pending', 'b', None), ('pending', 'b', {})),
+    ("UPDATE queue SET state = '{\"x\": 1}'", ('failed', 'a', None), ('failed', 'a', {'x': 1, 'dispatch_error': 'y'})),
+    ('DELETE FROM queue', None, None),
+], ids=['finished', 'paused', 'advanced', 'touched', 'deleted'])
+def test_a_settlement_judges_a_row_by_what_it_is_when_its_lock_is_free(sql, us, dsn, form, change, written, left):
+    for id in (1, 2):
+        insert(sql, id, status='running')
+    with transaction(dsn, change + ' WHERE ingress_id = 1') as other:
+        got = while_waiting(
+            sql, us, lambda: settle(us, (1, 'a', 'failed', 'y'), (2, 'a', 'failed', 'y'), form=form), other)
+    assert got[0][1] == ('running', 'a', None), 'found as it was before'
+    assert got[1].get(1) == written
+    assert got[1][2] == ('failed', 'a', None)
+    assert rows(sql, 'status, stage, state').get(1) == left
+
+
+@pytest.mark.parametrize('form', SETTLES)
+def test_a_row_whose_worker_took_its_stage_away_is_requeued_without_blame(db, dsn, form):
+    with db.cursor() as cursor:
+        cursor.execute(FOREIGN + ';' + pepsidispatch.SCHEMA)
+        insert(cursor, 1, None, 'running', state=None)
+        with dispatcher_session(dsn) as us:
+            settle(us, (1, 'a', 'failed', 'crash: x'), form=form)
+        assert rows(cursor, 'status, state') == {1: ('pending', None)}
+
+
+@pytest.mark.parametrize('form', SETTLES)
+@pytest.mark.parametrize('durable', ['on', 'off', 'local'])
+def test_a_settlement_is_as_durable_as_it_is_asked_to_be_and_leaves_the_session_as_it_was(sql, us, form, durable):
+    sql.execute("""
+        CREATE TABLE seen (synchronous_commit text);
+        CREATE FUNCTION look() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN INSERT INTO seen VALUES (current_setting('synchronous_commit')); RETURN NULL; END $$;
+        CREATE CONSTRAINT TRIGGER at_commit AFTER UPDATE ON queue DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION look();
+    """)
+    insert(sql, 1, status='running')
+    settle(us, (1, 'a', 'failed', 'x'), form=form, durable=durable)
+    sql.execute('SELECT * FROM seen')
+    assert sql.fetchall() == [(durable,)]
+    us.execute('SHOW synchronous_commit')
+    assert us.fetchone() == ('off',)
+
+
+# revive
+
+@pytest.mark.parametrize('zone, style', [('UTC', 'ISO'), ('Pacific/Kiritimati', 'German'), ('America/New_York', 'SQL')])
+def test_a_retry_flips_what_is_due_by_the_clock_of_the_server_and_tells_when_the_next_is(sql, us, zone, style):
+    us.execute("SET TimeZone = '%s'; SET DateStyle = '%s'" % (zone, style))
+    due = ["now() - interval '1 s'", 'now()', "'-infinity'", "'4000-01-01 BC'", "now() - interval '2 d'"]
+    later = ["now() + interval '1 h'", "now() + interval '2 h'", "'20000-01-01'", "'infinity'", 'NULL']
+    for id, timeout in enumerate(due + later):
+        insert(sql, id, 'a', 'paused', timeout)
+    counts, next_s = revive(us)
+    assert counts['retried'] == counts['ripe'] == len(due)
+    assert 3590 < next_s <= 3600
+    assert [status for _, status in sorted(rows(sql).items())] == ['pending'] * len(due) + ['paused'] * len(later)
+
+
+@pytest.mark.parametrize('timeout, expected', [("'20000-01-01'", 1e9), ("'infinity'", None), ('NULL', None)])
+def test_a_retry_bounds_the_time_until_the_next_and_knows_of_none_that_never_comes(sql, us, timeout, expected):
+    insert(sql, 1, 'a', 'paused', timeout)
+    assert revive(us)[1] == expected
+
+
+def test_a_retry_leaves_held_rows_alone_and_does_not_wait_for_them(sql, us):
+    for id, timeout in ((1, 'now()'), (2, 'now()'), (3, "now() + interval '1 h'"), (4, "now() + interval '2 h'")):
+        insert(sql, id, 'a', 'paused', timeout)
+    counts, next_s = revive(us, held=[1, 3, LAST_ID])
+    assert counts['retried'] == counts['ripe'] == 1
+    assert 7190 < next_s <= 7200
+    assert rows(sql) == {1: 'paused', 2: 'pending', 3: 'paused', 4: 'paused'}
+
+
+def test_a_retry_leaves_rows_alone_that_are_not_paused_whatever_their_timeout(sql, us):
+    statuses = ['pending', 'running', 'done', 'failed', 'timeout']
+    for id, status in enumerate(statuses):
+        insert(sql, id, 'a', status, "'-infinity'")
+    assert revive(us) == (dict.fromkeys(['lock', 'reset', 'retried', 'lost', 'ripe'], 0), None)
+    assert rows(sql) == dict(enumerate(statuses))
+
+
+def test_a_retry_takes_a_portion_and_the_most_urgent_first(sql, us):
+    for id in range(10):
+        insert(sql, id, 'a', 'paused', "now() - interval '%d s'" % (id + 1))
+    assert revive(us, limit=4)[0]['ripe'] == 4
+    assert {id for id, status in rows(sql).items() if status == 'pending'} == {6, 7, 8, 9}
+
+
+def test_a_retry_skips_locked_rows_counts_them_and_takes_them_when_they_are_free(sql, us, dsn):
+    for id in (1, 2, 3):
+        insert(sql, id, 'a', 'paused', 'now()')
+    with transaction(dsn, 'SELECT FROM queue WHERE ingress_id = 2 FOR UPDATE'):
+        counts, _ = revive(us)
+        assert (counts['ripe'], counts['retried']) == (3, 2)
+    counts, _ = revive(us)
+    assert (counts['ripe'], counts['retried']) == (1, 1)
+
+
+def test_a_retry_that_does_not_sweep_resets_nothing(sql, us):
+    insert(sql, 1, 'a', 'running')
+    assert revive(us)[0] == dict.fromkeys(['lock', 'reset', 'retried', 'lost', 'ripe'], 0)
+    assert rows(sql) == {1: 'running'}
+
+
+def test_a_sweep_resets_running_rows_that_are_not_held_at_any_stage_and_no_others(sql, us):
+    statuses = ['running'] * 5 + ['pending', 'paused', 'done', 'failed', 'timeout']
+    ids = [FIRST_ID, 2, 3, 4, LAST_ID, 6, 7, 8, 9, 10]
+    for id, status in zip(ids, statuses):
+        insert(sql, id, HOSTILE[id % 7], status, "'infinity'")
+    counts, _ = revive(us, held=[2, 4], sweep=True)
+    assert (counts['lost'], counts['reset']) == (3, 3)
+    statuses[0] = statuses[2] = statuses[4] = 'pending'
+    assert rows(sql) == dict(zip(ids, statuses))
+
+
+def test_a_sweep_skips_locked_rows_counts_them_and_resets_them_when_they_are_free(sql, us, dsn):
+    for id in (1, 2, 3):
+        insert(sql, id, 'a', 'running')
+    with transaction(dsn, "UPDATE queue SET state = '{}' WHERE ingress_id = 2"):
+        counts, _ = revive(us, sweep=True)
+        assert (counts['lost'], counts['reset']) == (3, 2)
+    counts, _ = revive(us, sweep=True)
+    assert (counts['lost'], counts['reset']) == (1, 1)
+    assert set(rows(sql).values()) == {'pending'}
+
+
+def test_a_sweep_tells_whether_the_lock_is_still_ours_and_leaves_the_settings_as_they_were(sql, us):
+    before = [us.execute('SHOW ' + name) or us.fetchone() for name in ('statement_timeout', 'enable_seqscan')]
+    assert revive(us, sweep=True)[0]['lock'] == 0
+    us.execute(pepsidispatch.LOCK, {'key': LOCK_KEY})
+    assert us.fetchone() == (True,)
+    assert revive(us, sweep=True)[0]['lock'] == 1
+    sql.execute('SELECT pg_try_advisory_lock(%s)', (LOCK_KEY,))
+    assert sql.fetchone() == (False,)
+    assert before == [us.execute('SHOW ' + name) or us.fetchone() for name in ('statement_timeout', 'enable_seqscan')]
+
+
+# flush
+
+def stats(sql):
+    sql.execute('SELECT * FROM stage_stats')
+    stages = {row[0]: row[1:] for row in sql.fetchall()}
+    sql.execute('SELECT stages, messages, epoch, flush FROM dispatch_stats')
+    return stages, sql.fetchone()
+
+
+def test_a_flush_is_added_once_however_often_it_is_sent(sql, us):
+    sql.execute("UPDATE dispatch_stats SET epoch = 7; INSERT INTO stage_stats VALUES ('a', 1, 2, 3, 4, 0.5)")
+    batch = {'a': (10, 20, 30, 40, 0.25), 'b': (1, 0, 0, 0, 1e-9)}
+    assert flush(us, 1, 7, batch, total=101, messages=5) == (1, 7, 0)
+    expected = ({'a': (11, 22, 33, 44, 0.75), 'b': (1, 0, 0, 0, 1e-9)}, (101, 5, 7, 1))
+    assert stats(sql) == expected
+    for _ in range(2):
+        assert flush(us, 1, 7, batch, total=101, messages=5) == (None, 7, 1)
+        assert stats(sql) == expected
+    assert flush(us, 2, 7, {'b': (1, 0, 0, 0, 0.0)}, total=1) == (2, 7, 1)
+    assert stats(sql) == ({'a': (11, 22, 33, 44, 0.75), 'b': (2, 0, 0, 0, 1e-9)}, (102, 5, 7, 2))
+
+
+@pytest.mark.parametrize('epoch', [6, 8])
+def test_a_flush_of_another_epoch_is_not_added_at_all(sql, us, epoch):
+    sql.execute('UPDATE dispatch_stats SET epoch = 7')
+    assert flush(us, 1, epoch, {'a': (1, 1, 1, 1, 1.0)}, total=4, messages=4) == (None, 7, 0)
+    assert stats(sql) == ({}, (0, 0, 7, 0))
+
+
+def test_a_flush_may_have_no_stage_or_hostile_ones(sql, us):
+    assert flush(us, 1, 0, {}, total=3, messages=2) == (1, 0, 0)
+    names = HOSTILE[:-1] + ['x' * 1000]
+    assert flush(us, 2, 0, {name: (2 ** 40, 0, 0, 0, 1e300) for name in names}) == (2, 0, 1)
+    assert stats(sql) == ({name: (2 ** 40, 0, 0, 0, 1e300) for name in names}, (3, 2, 0, 2))
+
+
+# all of them
+
+def test_no_statement_waits_long_for_a_lock_on_the_whole_table(sql, us, dsn):
+    insert(sql, 1)
+    insert(sql, 2, status='running')
+    with transaction(dsn, 'LOCK TABLE queue, dispatch_stats IN ACCESS EXCLUSIVE MODE'):
+        for form in CLAIMS:
+            assert_gives_up_on_the_lock(lambda form=form: claim(us, {'a': 1}, form=form))
+            assert_gives_up_on_the_lock(lambda form=form: settle(us, (2, 'a', 'failed', 'x'), form=form))
+        for sweep in (False, True):
+            assert_gives_up_on_the_lock(lambda sweep=sweep: revive(us, sweep=sweep))
+        assert_gives_up_on_the_lock(lambda: flush(us, 1, 0, {}))
+    assert claim(us, {'a': 1}) == [(1, 'a')]
+
+
+def test_the_statements_work_on_a_table_that_is_rebuilt_while_the_session_lasts(sql, us):
+    insert(sql, 1)
+    assert claim(us, {'a': 1}) == [(1, 'a')]
+    sql.execute('ALTER TABLE queue ADD COLUMN priority integer DEFAULT 0; REINDEX TABLE queue; ANALYZE queue')
+    assert settle(us, (1, 'a', 'failed', 'x'))[1] == {1: ('failed', 'a', None)}
+    sql.execute('DROP TABLE queue;' + pepsidispatch.SCHEMA)
+    insert(sql, 2)
+    assert claim(us, {'a': 1}) == [(2, 'a')]
+    assert settle(us, (2, 'a', 'failed', 'x'))[1] == {2: ('failed', 'a', None)}
+
+
+def test_every_statement_of_the_session_works_with_no_other_rights_than_those_that_init_shows(sql, pg, dsn):
+    role = 'least_of_' + re.search(r'dbname=(\w+)', dsn).group(1)
+    grants = re.findall(r'^-- +(GRANT .*)$', pepsidispatch.GRANTS, re.MULTILINE)
+    assert grants
+    sql.execute('REVOKE ALL ON SCHEMA public FROM PUBLIC; CREATE ROLE %s LOGIN' % role)
+    try:
+        sql.execute(' '.join(grants).replace('ROLE', role))
+        insert(sql, 1)
+        insert(sql, 2, status='paused', timeout='now()')
+        insert(sql, 3, status='running')
+        insert(sql, 4)
+        with dispatcher_session(dsn, user=role) as us:
+            for statement in (pepsidispatch.CONDITION, pepsidispatch.TABLES, pepsidispatch.LOCK, pepsidispatch.HOLDER,
+                              pepsidispatch.TAKE_OVER, pepsidispatch.EPOCH, pepsidispatch.LISTEN, pepsidispatch.KEPT):
+                us.execute(statement, {'key': LOCK_KEY, 'channel': pepsidispatch.CHANNEL})
+            assert revive(us, sweep=True)[0] == {'lock': 1, 'reset': 1, 'retried': 1, 'lost': 1, 'ripe': 1}
+            for form in CLAIMS:
+                [(id, stage)] = claim(us, {'a': 1}, form=form)
+                assert settle(us, (id, stage, 'failed', 'x'), form=form)[1] == {id: ('failed', 'a', None)}
+            for number in (1, 2):
+                assert flush(us, number, 1, {'a': (1, 0, 0, 0, 1.0)})[0] == number
+            for refused in ('INSERT INTO queue (stage) VALUES (1)', 'DELETE FROM queue', "UPDATE queue SET stage = 'b'",
+                            'UPDATE queue SET timeout = now()', 'DELETE FROM stage_stats', 'DELETE FROM dispatch_stats'):
+                with pytest.raises(psycopg2.ProgrammingError) as error:
+                    us.execute(refused)
+                assert error.value.pgcode == psycopg2.errorcodes.INSUFFICIENT_PRIVILEGE, refused
+    finally:
+        sql.execute('DROP OWNED BY %s; DROP ROLE %s' % (role, role))
+
+
+# what init installs
+
+@pytest.fixture
+def heard(sql, dsn):
+    """A function that runs a statement in the session of `sql` or of another cursor and returns how many
+    notifications of the dispatcher's channel it caused."""
+    with contextlib.closing(psycopg2.connect(dsn)) as listener:
+        listener.autocommit = True
+        listener.cursor().execute('LISTEN %s; LISTEN sentinel' % pepsidispatch.CHANNEL)
+
+        def run(statement, params=None, cursor=sql):
+            if callable(statement):
+                statement()
+            else:
+                cursor.execute(statement, params)
+            cursor.execute('NOTIFY sentinel')  # delivered in the order of the commits
+            channels = []
+
+            def ended():
+                listener.poll()
+                channels.extend(notify.channel for notify in listener.notifies)
+                del listener.notifies[:]
+                return 'sentinel' in channels
+
+            support.wait_until(ended)
+            assert channels.pop() == 'sentinel'
+            return len(channels)
+
+        yield run
+
+
+def test_whatever_adds_rows_wakes_the_dispatcher_once_a_statement(sql, heard):
+    assert heard("INSERT INTO queue (stage) VALUES ('a')") == 1
+    assert heard("INSERT INTO queue (stage) SELECT 'a' FROM generate_series(1, 1000)") == 1
+    assert heard("INSERT INTO queue (stage, status, timeout) VALUES ('a', 'paused', now())") == 1
+
+    def copy():
+        with io.StringIO('a\nb\n') as file:
+            sql.copy_from(file, 'queue', columns=['stage'])
+
+    assert heard(copy) == 1
+
+
+@pytest.mark.parametrize('before, change, wakes', [
+    ('done', "status = 'pending'", True),
+    ('failed', "status = 'pending'", True),
+    ('timeout', "status = 'pending', stage = 'b'", True),
+    ('paused', "status = 'pending'", True),
+    ('pending', "status = 'paused', timeout = now()", True),
+    ('done', "status = 'paused'", True),
+    ('pending', "stage = 'b'", True),
+    ('paused', "stage = 'b'", True),
+    ('paused', 'timeout = now()', True),
+    ('paused', 'timeout = NULL', True),
+    ('pending', "stage = 'a', status = 'pending'", False),
+    ('pending', "state = '{\"x\": 1}'", False),
+    ('paused', "state = '{\"x\": 1}'", False),
+    ('pending', "status = 'done'", False),
+    ('pending', "status = 'running'", False),
+    ('paused', "status = 'failed'", False),
+    ('done', "stage = 'b'", False),
+    ('running', "status = 'done'", False),
+    ('running', "status = 'failed', state = '{\"x\": 1}'", False),
+    ('running', "status = 'paused', timeout = now()", False),
+    ('running', "stage = 'b'", False),
+    ('running', "status = 'pending', stage = 'b'", False),
+])
+def test_an_update_wakes_the_dispatcher_if_it_leaves_waiting_what_was_not_running(sql, us, heard, before, change, wakes):
+    for id in range(50):
+        insert(sql, id, 'a', before, "'2030-01-01'")
+    update = 'UPDATE queue SET %s WHERE ingress_id %% 2 = 0' % change
+    assert heard(update) == wakes, 'once a transaction, or not at all'
+    assert heard(update.replace('= 0', '= 1'), cursor=us) == 0, "not for the dispatcher's own"
+    assert heard('DELETE FROM queue') == 0
+
+
+def test_no_statement_of_the_dispatcher_wakes_it(sql, us, heard):
+    for form in CLAIMS:
+        for id, status in enumerate(['pending', 'paused', 'running', 'running']):
+            insert(sql, id, 'a', status, 'now()')
+        heard('SELECT 1')
+        assert heard(lambda form=form: claim(us, {'a': 10}, form=form)) == 0
+        assert heard(lambda form=form: settle(us, (2, 'a', 'pending', None), (3, 'x', 'pending', None), form=form)) == 0
+        assert heard(lambda: revive(us, sweep=True)) == 0
+        assert set(rows(sql).values()) == {'pending'}
+        sql.execute('DELETE FROM queue')
+
+
+def test_init_leaves_alone_what_is_there_and_adds_what_is_missing_to_a_table_of_somebody_else(db, dsn):
+    with db.cursor() as cursor:
+        cursor.execute(FOREIGN)
+        insert(cursor, 1, 'a', 'archived', state=None)
+        for _ in range(2):
+            cursor.execute(pepsidispatch.SCHEMA)
+        cursor.execute("""
+            SELECT (SELECT count(*) FROM pg_trigger WHERE tgrelid = 'queue'::regclass AND NOT tgisinternal),
+                   (SELECT count(*) FROM dispatch_stats),
+                   (SELECT count(*) FROM pg_index WHERE indrelid = 'queue'::regclass AND indpred IS NOT NULL) >= 2,
+                   (SELECT count(*) FROM pg_attribute WHERE attrelid = 'queue'::regclass AND attnum > 0)
+        """)
+        assert cursor.fetchone() == (2, 1, True, 7)
+        with dispatcher_session(dsn) as us:
+            insert(cursor, 2)
+            assert claim(us, {'a': 10}) == [(2, 'a')]
+            assert settle(us, (1, 'a', 'failed', 'x'), (2, 'a', 'failed', 'x')) == (
+                {1: ('archived', 'a', None), 2: ('running', 'a', None)}, {2: ('failed', 'a', None)})
+
+
+def test_the_table_that_init_makes_is_cleaned_up_often_and_its_pages_are_filled(sql):
+    sql.execute("SELECT unnest(reloptions) FROM pg_class WHERE oid = 'queue'::regclass")
+    options = dict(row[0].split('=') for row in sql.fetchall())
+    assert float(options['autovacuum_vacuum_scale_factor']) <= 0.05
+    assert float(options['autovacuum_analyze_scale_factor']) <= 0.1
+    assert float(options['autovacuum_vacuum_insert_scale_factor']) <= 0.1
+    assert 'fillfactor' not in options, 'a change of status is never a heap-only update: room left free is lost'
