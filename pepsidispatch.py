@@ -162,7 +162,7 @@ SETTLE_LIMIT = 1000  # outcomes a statement
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
 LOOK_GAP_S = (0.0125, 0.1)  # after claims that found nothing, before a notification causes the next
-BELOW_GAP_S = 0.1  # between two claims from the beginning: under an old snapshot they read all dead entries
+BELOW_GAP_S = (0.1, 1.0)  # between two claims from the beginning: under an old snapshot they read all dead entries
 SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
 SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
 
@@ -514,6 +514,12 @@ def parse_config(text: str, file: str) -> Config:
                   tuple(origins(file, stages, raw)))
 
 
+def default_of(option: Option) -> str:
+    """The text of an option's default; an override of a stage has that of the general one."""
+    general = {o.name: o for o in OPTIONS['pepsi-dispatch']}.get(option.name, option)
+    return option.default or general.default or ''
+
+
 def origins(file: str, stages: Iterable[str],
             raw: Dict[Tuple[str, str], str]) -> Iterable[Tuple[str, str, str, str]]:
     """Yield (section, option, text, where it came from) for every option that is in force; no password among them."""
@@ -524,8 +530,7 @@ def origins(file: str, stages: Iterable[str],
             elif ('pepsi-dispatch', option.name) in raw:
                 text, source = raw['pepsi-dispatch', option.name], '[pepsi-dispatch]'
             else:
-                general = {o.name: o for o in OPTIONS['pepsi-dispatch']}.get(option.name, option)
-                text, source = option.default or general.default or '', 'default'
+                text, source = default_of(option), 'default'
             if option.name == 'DATABASE' and text:
                 words = psycopg2.extensions.parse_dsn(text)
                 text = ' '.join('%s=%s' % (key, '********' if 'password' in key else words[key]) for key in words)
@@ -963,6 +968,10 @@ CHECK_PARTIAL = """
 SELECT 1
 FROM pg_index AS i
 WHERE i.indrelid = 'queue'::regclass AND i.indisvalid AND pg_get_expr(i.indpred, i.indrelid) LIKE %(status)s
+"""
+CHECK_PENDING = """
+SELECT 1
+WHERE pg_get_indexdef(to_regclass(%(index)s)) LIKE '%%(stage, ingress_id)%%pending%%'
 """
 # A loose index scan: one look for each stage that has pending rows, not one for each row.
 CHECK_STAGES = """
@@ -1772,6 +1781,7 @@ class _Bell:
 
 
 RETRIABLE = frozenset(['40001', '40P01'])  # serialization failure, deadlock
+STALE = frozenset(['0A000', '26000'])  # a prepared statement that a changed table or DISCARD has spoilt: a new session
 LOCKED = '55P03'  # lock_timeout
 MISSING = frozenset(['42P01', '42703', '42501', '3F000', '42883', '42804', '42846', '42809'])
 
@@ -2149,7 +2159,7 @@ class Queue:
         """A poll or a statement raised. A lost connection often carries no SQLSTATE: `closed` and the class tell."""
         code = getattr(e, 'pgcode', None)
         if (self._conn is None or self._conn.closed or self._statement is None
-                or isinstance(e, psycopg2.InterfaceError) or str(code)[:3] in ('57P', '08P', '080')
+                or isinstance(e, psycopg2.InterfaceError) or str(code)[:3] in ('57P', '08P', '080') or code in STALE
                 or (isinstance(e, psycopg2.OperationalError) and code is None)):
             return self._lose(complaint(e))
         if code in RETRIABLE and self._repeats < REPEATS:
@@ -2776,7 +2786,7 @@ class Dispatcher:
             for id in mine[room:]:  # the stage cools down since; rows were moved here this very moment
                 self.outbox.add(Outcome(id, want.stage, Row.PENDING, ended=False))
         if any(want.floor == FIRST_ID for want in wants):  # it may have read dead entries; see the claim's measurements
-            self._below_at = self.now + max(BELOW_GAP_S, 10 * (self.now - self._asked_at))
+            self._below_at = self.now + min(max(BELOW_GAP_S[0], 10 * (self.now - self._asked_at)), BELOW_GAP_S[1])
         if any(pool.below for pool in self.pools.values()):
             self.timers.soonest('below', self._below_at)
         if self.queue.skipping():
@@ -3210,9 +3220,8 @@ def sample() -> int:
             if option.default is None:
                 print('%s = /usr/local/lib/pepsi/example' % option.name)
             else:
-                print('#%s = %s' % (option.name, option.default))
-    grace_s = parse_time({o.name: o for o in OPTIONS['pepsi-dispatch']}['STOP_TIMEOUT'].default or '')
-    print(SUPERVISOR % {'wait': math.ceil(grace_s + FINISH_S) + 3})
+                print('#%s = %s' % (option.name, default_of(option)))
+    print(SUPERVISOR % {'wait': math.ceil(parse_config('', '').stop_timeout_s + FINISH_S) + 3})
     return EXIT_OK
 
 
@@ -3539,7 +3548,8 @@ def check_queue(found: Findings, session: Session, config: Config) -> None:
     params = {'stages': array(names), 'caps': array([1] * len(names)), 'floors': array([FIRST_ID] * len(names)),
               'held': '{}'}
     plan = '\n'.join(line for line, in session.ask('EXPLAIN ' + CLAIM, **params))
-    if 'Seq Scan' in plan or not re.search(r'Index (Only )?Scan using \S+ on queue q', plan):
+    used = re.search(r'Index (?:Only )?Scan using (\S+) on queue q', plan)
+    if not used or not session.ask(CHECK_PENDING, index=used.group(1)):
         found.note('error', 'claim: its plan does not use a partial index on (stage, ingress_id)',
                    "CREATE INDEX CONCURRENTLY queue_pending ON queue (stage, ingress_id) WHERE status = 'pending';")
     else:
@@ -3707,6 +3717,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             log.error('%s', line)
         return e.code
     except KeyboardInterrupt:
+        return EXIT_OK
+    except BrokenPipeError:  # `status --watch | head`: nobody reads any more, which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
         return EXIT_OK
     except Exception:
         log.exception('internal error, please report it; a restart recovers')

@@ -515,6 +515,11 @@ class FakeQueue:
         self._world.settling(outcomes)
         return self._start('settle', lambda: self._settle(outcomes))
 
+    def exchange(self, outcomes, wants, held):
+        self._world.settling(outcomes)
+        self._world.claiming(wants, held)
+        return self._start('exchange', lambda: self._exchange(outcomes, wants, frozenset(held)))
+
     def revive(self, held, sweep):
         if sweep:
             self._world.sweeping(held)
@@ -602,6 +607,16 @@ class FakeQueue:
                 settled.append(m.Settled(o.id, row.status, row.stage, None, True))
                 self._world.note('settled %d %s %s', o.id, row.status, o.error or '')
         return settled
+
+    def _exchange(self, outcomes, wants, held):
+        """One after the other, as soon as a lock is in the way; the second may fail alone then."""
+        settled = self._settle(outcomes)
+        if settled is None:
+            return None
+        if self._world.claim_fails():
+            return settled, None
+        rows = self._claim(wants, held)
+        return settled, self._claim(wants, held) if rows is None else rows
 
     def _revive(self, held, sweep):
         table, now = self._table, self._world.now
@@ -749,6 +764,10 @@ class World:
         the commit), 'silent' (no reply), 'error', or 'ok'; and its latency."""
         return 'ok', self.latency()
 
+    def claim_fails(self):
+        """Whether the second half of an exchange fails where the first did not."""
+        return False
+
     def ended_one(self, child):
         for id in [id for id, c in self.executing.items() if c is child]:
             del self.executing[id]
@@ -833,16 +852,17 @@ class World:
     def replied(self, reply):
         if reply.error is not None:
             self._sent = {}
-        elif reply.name == 'claim':
-            for id, stage in reply.value:
-                if id in self.open_claims:
-                    raise Broken('held: %d was claimed a second time' % id)
-                self.open_claims[id] = stage
-                self.last_child.pop(id, None)
-        elif reply.name == 'settle':
-            for settled in reply.value:
-                self._count(self._sent.pop(settled.id), settled)
-                del self.open_claims[settled.id]
+            return
+        settled, rows = {'settle': (reply.value, ()), 'claim': ((), reply.value),
+                         'exchange': reply.value}.get(reply.name, ((), ()))
+        for row in settled:
+            self._count(self._sent.pop(row.id), row)
+            del self.open_claims[row.id]
+        for id, stage in rows or ():
+            if id in self.open_claims:
+                raise Broken('held: %d was claimed a second time' % id)
+            self.open_claims[id] = stage
+            self.last_child.pop(id, None)
 
     def settling(self, outcomes):
         self._sent = {o.id: o for o in outcomes}
@@ -1416,6 +1436,9 @@ class History(World):
             self.note('%s: %s', name, fate)
             return ('ok', self.random.uniform(0.3, 4)) if fate == 'slow' else (fate, self.latency())
         return 'ok', self.latency()
+
+    def claim_fails(self):
+        return 'error' in self._fates and not self.calm and self.random.random() < 0.1
 
     def _heal(self):
         self._refused.clear()

@@ -4,11 +4,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 
 import psycopg2
 import pytest
-from pipeline import Counts, Pipeline, spawned
-from support import wait_until
+from pipeline import Counts, Pipeline, get_schema, spawned
+from support import Running, call, wait_until, write_config
 
 # A queue that somebody else made: more columns, further statuses that are final, a state that may be anything.
 FOREIGN_QUEUE = """
@@ -782,3 +783,143 @@ def test_20000_messages_pass_three_stages_exactly_once_each(system):
     assert collections.Counter(stage for stage, _ in begun) == dict.fromkeys('abc', 20000)
     assert system.counts() == dict.fromkeys('abc', Counts(20000, 0, 0, 0))
     assert system.totals() == (60000, 20000)
+
+
+# -- locks of others, and a database that goes away --------------------------------------------------------------------
+
+@contextlib.contextmanager
+def locking(system, statement, *parameters):
+    """Run a statement in another session and keep its transaction open; yield what rolls it back."""
+    with contextlib.closing(psycopg2.connect(system.dsn)) as connection:
+        with connection.cursor() as cursor:
+            cursor.execute(statement, parameters)
+        yield connection.rollback
+
+
+def test_a_pending_row_that_somebody_locked_delays_no_other_and_runs_when_it_is_free(system):
+    ids = system.insert('resize', 30)
+    with locking(system, 'UPDATE queue SET state = state WHERE ingress_id = ANY (%s)', [ids[0], ids[10]]) as unlock:
+        with system.run({'resize': {'PROGRAM': system.stub(), 'PARALLELISM': 1}}) as running:
+            system.wait_census(5, done=28, pending=2)
+            system.wait_status(system.insert_one('resize'), 'done', 2)
+            assert 'ERROR' not in running.log()
+            unlock()
+            system.wait_census(8, done=31)
+    assert sorted(system.begun()) == sorted(set(system.begun()))
+
+
+def test_a_row_that_somebody_locked_delays_no_outcome_of_another(system, tmp_path):
+    with system.run({'resize': {'PROGRAM': system.stub('await=%s' % (tmp_path / 'go'), 'fail'), 'PARALLELISM': 3,
+                                'PACK_BELOW': 0}}):
+        ids = system.insert('resize', 3)
+        system.wait_begun(3)
+        with locking(system, 'SELECT 1 FROM queue WHERE ingress_id = %s FOR UPDATE', ids[0]):
+            (tmp_path / 'go').touch()
+            for id in ids[1:]:
+                system.wait_status(id, 'failed', 5)
+            assert system.row(ids[0]).status == 'running'
+        system.wait_status(ids[0], 'failed', 8)
+    assert system.counts() == {'resize': Counts(0, 3, 0, 0)}
+
+
+def test_watchdog_and_signals_are_served_while_the_whole_table_is_locked(system):
+    with system.run({'resize': {'PROGRAM': system.stub('hang'), 'MAX_RUNTIME': '1 s'}}, stop_timeout=0) as running:
+        id = system.insert_one('resize')
+        system.wait_begun(1)
+        with locking(system, 'LOCK TABLE queue IN ACCESS EXCLUSIVE MODE'):
+            running.wait_log('killing worker', 3)
+            running.signal(signal.SIGUSR1)
+            running.wait_log('state stage=resize', 2)
+        system.wait_status(id, 'timeout', 5)
+
+
+def test_work_goes_on_after_the_session_was_killed_and_nothing_runs_twice(system, tmp_path):
+    with system.run({'resize': {'PROGRAM': system.stub('await=%s' % (tmp_path / 'go')), 'PARALLELISM': 2},
+                     'deliver': system.stub('fail')}) as running:
+        ids = system.insert('resize', 6)
+        system.wait_begun(2)
+        for number in range(1, 4):
+            system.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                           " WHERE application_name LIKE 'pepsi-dispatch %'")
+            system.insert('deliver', 10)
+            system.wait_census(running=6, failed=10 * number)
+        (tmp_path / 'go').touch()
+        system.wait_census(done=6, failed=30)
+        assert system.execute('SELECT epoch FROM dispatch_stats') == [(1,)]
+        assert running.log().count('back after') + running.log().count('is back') >= 3
+    assert collections.Counter(system.begun('resize')) == dict.fromkeys(ids, 1)
+    assert len(system.begun('deliver')) == 30
+    assert system.totals() == (36, 36)
+
+
+def test_what_is_answered_while_the_database_is_away_is_written_when_it_is_back(system, pg, tmp_path):
+    worker = system.script('worker', """
+while read -r id; do
+    while [ ! -e '%s' ]; do sleep 0.05; done
+    echo "1 id=$id kept"; echo answered >&2
+done
+""" % (tmp_path / 'go'))
+    dying = system.script('dying', "read -r id; [ -e '%s' ] || { sleep 3600 & wait; }; echo 1 again; cat\n" % (
+        tmp_path / 'go'))
+    with system.run({'resize': {'PROGRAM': worker, 'PARALLELISM': 1}, 'dying': {'PROGRAM': dying, 'PARALLELISM': 1}},
+                    worker_idle_timeout='1 h') as running:
+        id, victim = system.insert_one('resize'), system.insert_one('dying')
+        wait_until(lambda: system.census() == {'running': 2} and len(running.workers()) >= 3)
+        system.db.close()
+        pg.stop()
+        try:
+            running.wait_log('WARNING.*database')
+            (tmp_path / 'go').touch()
+            running.wait_log('^answered')
+            [found] = [w for w in running.workers() if w.ppid() == running.pid and 'dying' in ' '.join(w.cmdline())]
+            found.kill()
+            running.wait_log('reaped worker %d ' % found.pid)
+        finally:
+            pg.start()
+        system.db = psycopg2.connect(system.dsn)
+        system.db.autocommit = True
+        with contextlib.closing(system.db):
+            system.wait_census(failed=2)
+            assert system.error(id) == 'status: 1 kept'
+            assert system.error(victim) == 'status: 1 again'  # nobody is blamed for a crash during an outage
+            wait_until(lambda: system.totals() == (2, 2))
+            assert system.counts() == {'resize': Counts(0, 1, 0, 0), 'dying': Counts(0, 1, 0, 0)}
+
+
+def test_20000_rows_due_at_one_instant_delay_no_other_stage(system):
+    with system.run({'held': {'PROGRAM': system.stub(), 'PARALLELISM': 0}, 'resize': system.stub('--blind')}):
+        system.wait_status(system.insert_one('resize'), 'done')
+        system.execute("INSERT INTO queue (stage, status, timeout)"
+                       " SELECT 'held', 'paused', now() + interval '500 ms' FROM generate_series(1, 20000)")
+
+        def deliver_and_count():
+            system.wait_status(system.insert_one('resize'), 'done', 2)
+            return system.execute("SELECT count(*) = 20000 FROM queue WHERE stage = 'held' AND status = 'pending'")[0][0]
+
+        wait_until(deliver_and_count, 60)
+
+
+def test_the_dispatcher_needs_no_more_rights_than_init_prints(system, pg, tmp_path):
+    role = 'pepsi_least'
+    grants = re.findall(r'GRANT (?:SELECT|INSERT|UPDATE|USAGE|,|\s|\([\w, ]+\))+ON [^;]+ TO ROLE;', get_schema())
+    assert len(grants) >= 3
+    system.execute('CREATE ROLE %s LOGIN' % role)
+    try:
+        for grant in grants:
+            system.execute(grant.replace('TO ROLE', 'TO ' + role))
+        (tmp_path / 'workers').mkdir()
+        workers = write_config(tmp_path / 'workers', system.dsn, {})
+        config = write_config(tmp_path, system.dsn.replace('user=postgres', 'user=' + role),
+                              {'a': {'PROGRAM': system.stub(), 'MAX_RUNTIME': '1500 ms'}, 'b': system.stub()},
+                              poll_interval='300 ms', config_file=workers)
+        system.insert('a', 1)
+        system.execute("UPDATE queue SET status = 'running'")
+        with Running(config) as running:
+            for steps in ('fail', 'crash', 'hang', 'unfinished', {'a': ['pause=0.1', 'advance=b'], 'b': 'done'}):
+                system.insert('a', 1, stub=steps)
+            system.wait_census(done=2, failed=3, timeout=1)
+            wait_until(lambda: system.totals() == (8, 6))
+            assert 'denied' not in running.log()
+        assert call('-c', config, 'check').code == 0
+    finally:
+        system.execute('DROP OWNED BY %s; DROP ROLE %s' % (role, role))

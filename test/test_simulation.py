@@ -192,6 +192,17 @@ def test_an_empty_claim_causes_no_claim_and_a_burst_of_notifications_few(module=
         world.stop()
 
 
+def test_a_stream_of_notifications_starves_nobody(module=pepsidispatch):
+    with make(module, program=working(0.02)) as world:
+        for i in range(20000):
+            world.after(i * 0.0002, world.table.notify)
+        world.after(1.0, lambda: [world.table.insert('a') for _ in range(20)])
+        world.run(seconds=3)
+        assert set(world.statuses()) == {'done'}
+        assert set(world.dispatcher.outbox.ids()) == set()
+        world.stop()
+
+
 # -- what is not to be missed ------------------------------------------------------------------------------------------
 
 def test_a_row_that_is_inserted_while_a_statement_is_under_way_is_claimed(module=pepsidispatch):
@@ -622,7 +633,7 @@ def crashing(module, seconds):
 
 
 @pytest.mark.parametrize('fate', ['send', 'before', 'after', 'silent', 'error'])
-@pytest.mark.parametrize('name', ['claim', 'settle', 'revive', 'flush'])
+@pytest.mark.parametrize('name', ['claim', 'settle', 'exchange', 'revive', 'flush'])
 def test_every_statement_may_fail_in_every_way(name, fate, module=pepsidispatch):
     failing(module, name, fate)
 
