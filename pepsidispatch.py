@@ -158,6 +158,7 @@ SKIP_LOCKED_S = 1.0  # how long claims skip locked rows once they met one; then 
 REPEATS = 5  # of a statement on 40001 and 40P01
 DEFER_S = (0.3, 30.0)  # before an outcome is sent again that could not be written: a locked row, a bad row
 
+PARK_S = 30.0  # how long a row that cannot be claimed or revived is passed over
 SETTLE_LIMIT = 1000  # outcomes a statement
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
@@ -749,15 +750,15 @@ CLAIM_SKIPPING = CLAIM.replace('LIMIT s.cap', 'LIMIT s.cap\n        FOR UPDATE S
 SETTLE = """
 WITH found AS MATERIALIZED (
     SELECT o.id, o.stage AS claimed, o.status AS verdict, o.error, q.stage, q.status,
-           CASE WHEN q.status = 'paused' AND isfinite(q.timeout)
-                THEN least(extract(epoch FROM q.timeout - now())::float8, 1e9) END AS due_s
+           CASE WHEN q.status = 'paused' AND q.timeout < 'infinity'
+                THEN least(extract(epoch FROM greatest(q.timeout, now()) - now())::float8, 1e9) END AS due_s
     FROM unnest(%(ids)s::bigint[], %(stages)s::text[], %(verdicts)s::text[], %(errors)s::text[])
          AS o(id, stage, status, error)
     JOIN queue AS q ON q.ingress_id = o.id
 ), written AS (
     UPDATE queue AS q
     SET status = CASE WHEN q.stage = f.claimed THEN f.verdict ELSE 'pending' END,
-        state = CASE WHEN f.error IS NULL OR q.stage <> f.claimed THEN q.state
+        state = CASE WHEN f.error IS NULL OR q.stage IS DISTINCT FROM f.claimed THEN q.state
                      WHEN q.state IS NULL THEN jsonb_build_object('dispatch_error', f.error)
                      WHEN jsonb_typeof(q.state) = 'object'
                      THEN q.state || jsonb_build_object('dispatch_error', f.error)
@@ -791,7 +792,7 @@ PREPARE claim (text[], bigint[], bigint[], bigint[]) AS %s;
 PREPARE settle (bigint[], text[], text[], text[], text) AS %s;
 PREPARE exchange (bigint[], text[], text[], text[], text, text[], bigint[], bigint[], bigint[]) AS %s
 UNION ALL
-SELECT ingress_id, 'claimed', stage, NULL, NULL FROM claimed
+SELECT ingress_id, 'claimed', stage, -1, NULL FROM claimed
 """ % (CLAIM % {'stages': '$1', 'caps': '$2', 'floors': '$3', 'held': '$4'}, _SETTLE, _SETTLE.replace(
     '\n)\nSELECT id,', '\n), claimed AS (%s)\nSELECT id,'
     % (CLAIM % {'stages': '$6', 'caps': '$7', 'floors': '$8', 'held': '$9'})))
@@ -808,21 +809,22 @@ PREPARED_HELD = 1000
 # Returns (what, stage, rows, next_due_s). Note: `|| ''` as in CLAIM, upper() for the index queue_unfinished.
 REVIVE = """
 WITH lost AS MATERIALIZED (
-    SELECT q.ctid AS place
+    SELECT q.ingress_id
     FROM queue AS q
-    WHERE %(sweep)s AND upper(q.status) = 'RUNNING' AND q.ingress_id <> ALL (%(held)s::bigint[])
+    WHERE %(sweep)s AND upper(q.status) = 'RUNNING' AND q.status || '' = 'running'
+      AND q.ingress_id <> ALL (%(held)s::bigint[])
 ), reset AS (
     UPDATE queue
     SET status = 'pending'
-    WHERE ctid = ANY (ARRAY(
-        SELECT q.ctid
+    WHERE ingress_id = ANY (ARRAY(
+        SELECT q.ingress_id
         FROM queue AS q
-        WHERE q.ctid = ANY (ARRAY(SELECT place FROM lost)) AND q.status || '' = 'running'
+        WHERE q.ingress_id = ANY (ARRAY(SELECT ingress_id FROM lost)) AND q.status || '' = 'running'
         FOR UPDATE SKIP LOCKED))
       AND status || '' = 'running'
     RETURNING stage
 ), ripe AS MATERIALIZED (
-    SELECT q.ctid AS place
+    SELECT q.ingress_id
     FROM queue AS q
     WHERE q.status = 'paused' AND q.timeout <= now() AND q.ingress_id <> ALL (%(held)s::bigint[])
     ORDER BY q.timeout
@@ -830,10 +832,10 @@ WITH lost AS MATERIALIZED (
 ), retried AS (
     UPDATE queue
     SET status = 'pending'
-    WHERE ctid = ANY (ARRAY(
-        SELECT q.ctid
+    WHERE ingress_id = ANY (ARRAY(
+        SELECT q.ingress_id
         FROM queue AS q
-        WHERE q.ctid = ANY (ARRAY(SELECT place FROM ripe)) AND q.status || '' = 'paused'
+        WHERE q.ingress_id = ANY (ARRAY(SELECT ingress_id FROM ripe)) AND q.status || '' = 'paused'
         FOR UPDATE SKIP LOCKED))
       AND status || '' = 'paused' AND timeout <= now()
     RETURNING stage
@@ -862,6 +864,33 @@ SELECT 'next', NULL, 0, (
 
 # The same with `sweep`: more than one statement at once is one transaction, and the reply is that of the last.
 SWEEP = 'SET LOCAL statement_timeout = %d; SET LOCAL enable_seqscan = on;' % (SWEEP_TIMEOUT_S * 1000) + REVIVE
+
+# After REVIVE failed because of a row: which ones it would write, and one of them alone.
+REVIVABLE = """
+SELECT q.ingress_id, q.status
+FROM queue AS q
+WHERE %(sweep)s AND upper(q.status) = 'RUNNING' AND q.ingress_id <> ALL (%(held)s::bigint[])
+UNION ALL
+(SELECT q.ingress_id, q.status
+ FROM queue AS q
+ WHERE q.status = 'paused' AND q.timeout <= now() AND q.ingress_id <> ALL (%(held)s::bigint[])
+ ORDER BY q.timeout
+ LIMIT %(limit)s)
+"""
+REVIVE_ONE = """
+UPDATE queue
+SET status = 'pending'
+WHERE ingress_id = %(id)s AND status || '' = %(status)s AND (status || '' = 'running' OR timeout <= now())
+"""
+# After CLAIM failed because of a row: the first one that it would write.
+FIRST_PENDING = """
+SELECT q.ingress_id
+FROM queue AS q
+WHERE q.stage = ANY (ARRAY[%(stage)s]) AND q.status = 'pending' AND q.ingress_id >= %(floor)s
+  AND q.ingress_id <> ALL (%(held)s::bigint[])
+ORDER BY q.stage, q.ingress_id
+LIMIT 1
+"""
 
 # Under the lock. Adds a sealed batch once, however often it is sent: guarded by the epoch and the flush number.
 # Returns the new number, if it was added now, and the epoch and number that were there before.
@@ -1788,7 +1817,16 @@ MISSING = frozenset(['42P01', '42703', '42501', '3F000', '42883', '42804', '4284
 POOLED = ('the session does not keep its lock and LISTEN: a transaction pooler is in between; DATABASE must lead to '
           'the server itself, or to a pool in session mode')
 
+# Classes of SQLSTATE that speak of the session, the server or the tables; all else may be the fault of a single row:
+# its data, a constraint, a trigger that raises what it likes.
+NO_ROWS_FAULT = ('08', '0A', '25', '26', '28', '2D', '3F', '40', '42', '53', '54', '55', '57', '58', 'F0', 'XX')
+
 Operation = Generator[Any, Any, Any]
+
+
+def blames_row(e: Exception) -> bool:
+    """Whether a statement failed because of something in a row, so that others would be written without it."""
+    return isinstance(e, ValueError) or (getattr(e, 'pgcode', None) or '08')[:2] not in NO_ROWS_FAULT
 
 
 def complaint(e: BaseException) -> str:
@@ -1848,6 +1886,7 @@ class Queue:
         self._durable = 'on'  # what synchronous_commit is here
         self._failures = 0  # in a row, of getting a session
         self._skip_until = -math.inf  # claims skip locked rows until then
+        self._parked: Dict[int, float] = {}  # ids that cannot be written, and until when they are passed over
         self.link = Link.AWAY
         self.epoch: Optional[int] = None  # ours, once taken over
         self.deadline = 0.0  # when tick() is to be called next; infinity: not
@@ -1911,9 +1950,9 @@ class Queue:
     def revive(self, held: Sequence[int], sweep: bool) -> List[Any]:
         """Retry paused rows that are due and, with `sweep`, reset rows without an owner; the value of the reply is a
         list of (what, stage, rows, next_due_s), as REVIVE says."""
-        params = {'held': array(held), 'sweep': sweep, 'limit': RETRY_LIMIT, 'key': LOCK_KEY}
-        return self._start('revive', self._single(
-            Statement(SWEEP, params, SWEEP_TIMEOUT_S) if sweep else Statement(REVIVE, params)))
+        params = {'held': array(self._passed_over(held)), 'sweep': sweep, 'limit': RETRY_LIMIT, 'key': LOCK_KEY}
+        return self._start('revive', self._reviving(
+            Statement(SWEEP, params, SWEEP_TIMEOUT_S) if sweep else Statement(REVIVE, params), list(held)))
 
     def flush(self, batch: Dict[str, Any]) -> List[Any]:
         """Add a sealed batch of statistics once; the value of the reply is what FLUSH says."""
@@ -1923,7 +1962,61 @@ class Queue:
     def _single(self, statement: Statement) -> Operation:
         return (yield statement)
 
+    def _passed_over(self, held: Sequence[int]) -> List[int]:
+        """The held ids, and those that are parked."""
+        self._parked = {id: until for id, until in self._parked.items() if until > self._clock()}
+        return list(held) + list(self._parked)
+
+    def _park(self, id: int, what: str, e: Exception) -> None:
+        log.warning('cannot %s %d: %s; passing over it for %s', what, id, complaint(e), brief(PARK_S))
+        self._parked[id] = self._clock() + PARK_S
+
+    def _reviving(self, statement: Statement, held: List[int]) -> Operation:
+        """Revive; where a bad row keeps the others from being written, find it, park it, and try again."""
+        try:
+            return (yield statement)
+        except (psycopg2.Error, ValueError) as e:
+            if not blames_row(e):
+                raise
+        for id, status in (yield Statement(REVIVABLE, statement.params)):
+            try:
+                yield Statement(REVIVE_ONE, {'id': id, 'status': status})
+            except (psycopg2.Error, ValueError) as e:
+                if not blames_row(e):
+                    raise
+                self._park(id, 'set pending', e)
+        return (yield statement._replace(params=dict(statement.params, held=array(self._passed_over(held)))))
+
     def _claiming(self, wants: Sequence[Want], held: Sequence[int]) -> Operation:
+        held = self._passed_over(held)
+        try:
+            return (yield from self._claim(wants, held))
+        except (psycopg2.Error, ValueError) as e:
+            if not blames_row(e):
+                raise
+        rows: List[Tuple[int, str]] = []
+        for want in wants:  # a trigger that raises for one row: only that one stays behind
+            try:
+                rows += yield from self._claim([want], held)
+            except (psycopg2.Error, ValueError) as e:
+                if not blames_row(e):
+                    raise
+                rows += yield from self._claim_first(want, held)
+        return rows
+
+    def _claim_first(self, want: Want, held: Sequence[int]) -> Operation:
+        """Claim the first pending row of a stage alone; if that is the bad one, park it."""
+        try:
+            return (yield from self._claim([want._replace(cap=1)], held))
+        except (psycopg2.Error, ValueError) as e:
+            if not blames_row(e):
+                raise
+            params = {'stage': want.stage, 'floor': want.floor, 'held': array(held)}
+            for id, in (yield Statement(FIRST_PENDING, params)):
+                self._park(id, 'claim', e)
+            return []
+
+    def _claim(self, wants: Sequence[Want], held: Sequence[int]) -> Operation:
         params = {'stages': array([w.stage for w in wants]), 'caps': array([w.cap for w in wants]),
                   'floors': array([w.floor for w in wants]), 'held': array(held)}
         if not self.skipping():
@@ -1939,15 +2032,16 @@ class Queue:
         """Both at once; one after the other where a locked or a bad row is in the way."""
         if len(held) <= PREPARED_HELD and not self.skipping():
             params = dict(self._params(outcomes), wanted=array([w.stage for w in wants]),
-                          caps=array([w.cap for w in wants]), floors=array([w.floor for w in wants]), held=array(held))
+                          caps=array([w.cap for w in wants]), floors=array([w.floor for w in wants]),
+                          held=array(self._passed_over(held)))
             try:
                 rows = yield Statement(PREPARED_EXCHANGE, params)
             except (psycopg2.Error, ValueError) as e:
                 if getattr(e, 'pgcode', None) == LOCKED:
                     self._skip_until = self._clock() + SKIP_LOCKED_S
             else:
-                return (self._read_settled(outcomes, [row for row in rows if row[1] != 'claimed']),
-                        [(row[0], row[2]) for row in rows if row[1] == 'claimed'])
+                return (self._read_settled(outcomes, [row for row in rows if row[3] != -1]),
+                        [(row[0], row[2]) for row in rows if row[3] == -1])  # no row is due at -1 s
         settled = yield from self._settling(outcomes)
         try:
             return settled, (yield from self._claiming(wants, held))
@@ -1960,9 +2054,8 @@ class Queue:
         behind alone."""
         try:
             return (yield from self._settle(outcomes))
-        except (psycopg2.DataError, psycopg2.IntegrityError, psycopg2.InternalError, psycopg2.ProgrammingError,
-                ValueError) as e:
-            if getattr(e, 'pgcode', None) in MISSING:
+        except (psycopg2.Error, ValueError) as e:
+            if not blames_row(e):
                 raise
             if len(outcomes) == 1:
                 log.warning('cannot write what became of %d stage=%s: %s; trying again later', outcomes[0].id,
@@ -2425,7 +2518,7 @@ class Dispatcher:
         if self.queue.rung():
             for pool in self.pools.values():
                 pool.look()
-            self._revive = True
+            self._retry_at(self.now)  # with its gap: a stream of notifications must leave room for claims
         for key in self.timers.take(self.now):
             if isinstance(key, tuple):
                 self._due[key[0]](key[1])
@@ -2830,13 +2923,12 @@ class Dispatcher:
 
     def _appeared(self, row: Settled, outcome: Outcome) -> None:
         """A row that we gave up is pending: there is a reason to look for it."""
-        assert row.stage is not None
-        pool = self.pools.get(row.stage)
+        pool = self.pools.get(row.stage or '')
         if pool is None:
             self._strangers[row.stage] += 1
             if self._strangers[row.stage] == 1:
-                log.warning('no section [stage-%s]: rows of that stage wait, the first is %d', printable(row.stage),
-                            row.id)
+                log.warning('no section [stage-%s]: rows of that stage wait, the first is %d',
+                            printable(row.stage or ''), row.id)
         elif row.stage == outcome.stage and outcome.ended and not row.written:  # it re-enters its own stage
             self._rest(row.id)
         else:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 
 import psutil
 import psycopg2
@@ -56,7 +57,7 @@ CREATE VIEW stages.queue AS SELECT ingress_id, stage, status, timeout, state FRO
 """
 RIGHTS = """
 GRANT USAGE ON SCHEMA public TO dispatch;
-GRANT SELECT (ingress_id, stage, status, timeout, state), UPDATE (status, state) ON queue TO dispatch;
+GRANT SELECT (ctid, ingress_id, stage, status, timeout, state), UPDATE (status, state) ON queue TO dispatch;
 GRANT SELECT, INSERT, UPDATE ON stage_stats, dispatch_stats TO dispatch;
 GRANT USAGE ON SCHEMA public, stages TO stage;
 GRANT SELECT, UPDATE, DELETE ON stages.queue TO stage;
@@ -77,7 +78,7 @@ class Dispatcher(Running):
             file.seek(position)
             return file.read().decode('utf-8', 'replace')
 
-    def mark(self):
+    def position(self):
         """Return the position of what will be logged next."""
         return os.path.getsize(self._err)
 
@@ -155,7 +156,7 @@ class World:
             ('b', {'PROGRAM': self.stage('advance=c'), 'PARALLELISM': 2}),
             ('c', {'PROGRAM': self.stage(through), 'PARALLELISM': 2, 'QUEUE_LIMIT': 8, 'MAX_MESSAGES': 200}),
             ('odd', {'PROGRAM': [self.path('odd')], 'PARALLELISM': 1, 'MAX_RUNTIME': '%g s' % RUNTIME_S}),
-            ('probe', {'PROGRAM': self.stage(), 'PARALLELISM': 1, 'QUEUE_LIMIT': 1, 'WORKER_IDLE_TIMEOUT': '10 s'})])
+            ('probe', {'PROGRAM': self.stage(), 'PARALLELISM': 1, 'QUEUE_LIMIT': 1, 'WORKER_IDLE_TIMEOUT': '4 s'})])
         for name, options in changes.items():
             if options is None:
                 del stages[name]
@@ -335,6 +336,19 @@ class World:
         assert not self.dispatcher.family(), 'workers live on after the stop'
         return time.monotonic() - begin
 
+    def mend(self):
+        """Have what a fault that failed may have left broken."""
+        self.link.thaw()
+        self.worker_link.thaw()
+        self.server.start()
+        self.write_config()
+        self.write_program()
+        if self.dispatcher.process.poll() is not None:
+            self.start()
+        self.dispatcher.signal(signal.SIGCONT)
+        self.dispatcher.signal(signal.SIGHUP)
+        self.files = None
+
     def count_files(self):
         """Return how many descriptors the dispatcher has beside those of its workers; the least of a few looks."""
         counts = []
@@ -466,7 +480,7 @@ def dispatcher_is_stopped_with_a_stubborn_worker(w):
 
 @fault
 def dispatcher_gets_a_second_term(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.flag('hang') as flag:
         id = w.insert_one('sigterm=ignore if=%s hang' % flag, Plan(('odd',)))
         w.await_begin(id)
@@ -497,13 +511,13 @@ def dispatcher_stands_still(w):
 
 @fault
 def configuration_changes(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     w.write_config(a={'PARALLELISM': w.rng.randint(1, 3), 'QUEUE_LIMIT': w.rng.randint(5, 9)}, b={'MAX_MESSAGES': 11})
     w.dispatcher.signal(signal.SIGHUP)
     evidence = w.expect('reloaded stage=a.*', mark)
     w.probe()
     w.write_config()
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     w.dispatcher.signal(signal.SIGHUP)
     w.expect('reloaded stage=a', mark)
     return evidence
@@ -511,7 +525,7 @@ def configuration_changes(w):
 
 @fault
 def configuration_is_bad(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     w.write_config(a={'PARALLELISM': 'many'})
     w.dispatcher.signal(signal.SIGHUP)
     evidence = w.expect('reload refused', mark)
@@ -521,7 +535,7 @@ def configuration_is_bad(w):
 
 @fault
 def stage_is_removed_for_a_while(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     w.write_config(odd=None)
     w.dispatcher.signal(signal.SIGHUP)
     evidence = w.expect('reloaded stage=odd: removed', mark)
@@ -559,7 +573,7 @@ def second_dispatcher_waits_and_takes_over(w):
 
 @fault
 def descriptors_run_out(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     limits = resource.prlimit(w.dispatcher.pid, resource.RLIMIT_NOFILE)
     for pid in w.worker_pids('odd'):
         w.kill_worker(pid)
@@ -575,7 +589,7 @@ def descriptors_run_out(w):
 
 @fault
 def signals_rain(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     for number in range(10000):
         w.dispatcher.signal((signal.SIGCHLD, signal.SIGUSR1)[number % 100 == 0])
     return w.expect('state phase=serving', mark)
@@ -622,7 +636,7 @@ def worker_is_killed_at_work(w):
 def worker_is_killed_idle(w):
     w.probe()
     pids = w.worker_pids('probe')
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     if not pids or not w.kill_worker(pids[0]):
         raise NoEffect('no idle worker')
     return w.expect('reaped worker %d .*' % pids[0], mark)
@@ -679,7 +693,7 @@ def worker_exits_with_0_and_no_answer(w):
 
 @fault
 def worker_dies_before_it_reads(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     for pid in w.worker_pids('odd'):
         w.kill_worker(pid)
     with w.flag('no-start'):
@@ -692,7 +706,7 @@ def worker_dies_before_it_reads(w):
 
 @fault
 def worker_crashes_between_commit_and_answer(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     id = w.insert_one('advance=c commit crash=9', Plan(('odd', 'c')))
     evidence = w.expect('reaped worker .* stage=odd: exited with status 9', mark)
     w.await_status(id, 'done')
@@ -711,7 +725,7 @@ def worker_answers_with_the_wrong_id(w):
 
 @fault
 def worker_answers_twice(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     id = w.insert_one("commit say='0 id={id}'", Plan(('odd',)))
     evidence = w.expect('killing worker .* stage=odd id=None: .*', mark)
     w.await_status(id, 'done')
@@ -743,7 +757,7 @@ def worker_reports_success_and_did_nothing(w):
 
 @fault
 def worker_does_not_leave(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.flag('no-end'):
         id = w.insert_one('', Plan(('odd',)))
         w.await_status(id, 'done')
@@ -752,7 +766,7 @@ def worker_does_not_leave(w):
 
 def spoil_program(w, spoil):
     """Have stage odd need a new worker while its program is spoilt."""
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     spoil()
     try:
         for pid in w.worker_pids('odd'):
@@ -792,7 +806,7 @@ def program_is_no_program(w):
 @slow
 @fault
 def link_is_frozen(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link frozen'):
         w.link.freeze()
         evidence = w.expect('no reply within', mark)
@@ -804,7 +818,7 @@ def link_is_frozen(w):
 @slow
 @fault
 def link_is_frozen_within_a_statement(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link frozen'):
         with w.transaction('LOCK TABLE queue IN EXCLUSIVE MODE'):
             wait_until(lambda: 'active' in w.sessions(what='state'), 5, 'a statement')
@@ -818,7 +832,7 @@ def link_is_frozen_within_a_statement(w):
 @slow
 @fault
 def old_link_stays_frozen(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     [pid] = w.sessions()
     with w.away('link frozen'):
         w.link.freeze(new=False)
@@ -846,7 +860,7 @@ def link_is_frozen_for_a_moment(w):
 @slow
 @fault
 def server_is_mute(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link mute'):
         w.link.mute()
         evidence = w.expect('no connection within', mark)
@@ -857,7 +871,7 @@ def server_is_mute(w):
 
 @fault
 def link_is_refused(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link refused'):
         w.link.refuse()
         evidence = w.expect('database away.*refused', mark)
@@ -869,7 +883,7 @@ def link_is_refused(w):
 
 @fault
 def link_is_dropped(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link dropped'):
         w.link.drop()
         evidence = w.expect('database away.*', mark)
@@ -879,7 +893,7 @@ def link_is_dropped(w):
 
 @fault
 def link_is_dropped_again_and_again(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link dropped'):
         accepted = w.link.accepted
         for _ in range(8):
@@ -929,7 +943,7 @@ def link_of_workers_is_frozen(w):
 # the server
 
 def break_server(w, how, pause_s=0.0):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('server', REPEATS):
         begin = time.monotonic()
         w.server.stop(how)
@@ -958,7 +972,7 @@ def server_is_away(w):
 
 @fault
 def session_is_terminated(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('session terminated'):
         if not w.terminate():
             raise NoEffect('no session')
@@ -969,7 +983,7 @@ def session_is_terminated(w):
 
 @fault
 def session_is_terminated_again_and_again(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('session terminated'):
         number = 0
         deadline = time.monotonic() + 2
@@ -984,7 +998,7 @@ def session_is_terminated_again_and_again(w):
 
 @fault
 def session_is_terminated_within_a_statement(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('session terminated'):
         with w.transaction('LOCK TABLE queue IN EXCLUSIVE MODE'):
             wait_until(lambda: 'active' in w.sessions(what='state'), 5, 'a statement')
@@ -997,7 +1011,7 @@ def session_is_terminated_within_a_statement(w):
 
 @fault
 def statement_is_cancelled(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
 
     def cancelled():
         w.sql("SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE usename = 'dispatch' AND state = 'active'")
@@ -1011,7 +1025,7 @@ def statement_is_cancelled(w):
 @slow
 @fault
 def server_process_stands_still(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('server process stopped'):
         [pid] = w.sessions()
         os.kill(pid, signal.SIGSTOP)
@@ -1033,7 +1047,7 @@ def sessions_of_workers_are_terminated(w):
 
 
 def forbid(w, forbidding, allowing, pattern):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('session refused'):
         w.sql(forbidding)
         try:
@@ -1117,7 +1131,7 @@ def bad_row(w, id, status):
 
 @fault
 def row_cannot_be_written(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.flag('wait') as flag:
         id = w.insert_one("if=%s sleep=0.3 fail='3 no'" % flag, Plan((), ('failed',), 'status: 3 no', 'odd'))
         with bad_row(w, id, 'failed'):
@@ -1145,7 +1159,7 @@ def row_cannot_be_claimed(w):
 
 
 def hide(w, hiding, showing, pattern):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     begin = time.monotonic() - 1
     w.sql(hiding)
     try:
@@ -1193,7 +1207,7 @@ def queue_is_rewritten(w):
 
 @fault
 def statistics_are_locked(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     begin = time.monotonic()
     with w.transaction('LOCK TABLE stage_stats, dispatch_stats IN ACCESS EXCLUSIVE MODE'):
         w.insert_ordinary(5)
@@ -1205,7 +1219,7 @@ def statistics_are_locked(w):
 
 @fault
 def statistics_are_renamed(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     w.sql('ALTER TABLE stage_stats RENAME TO other')
     try:
         w.insert_ordinary(5)
@@ -1329,7 +1343,7 @@ def operator_requeues_a_failed_message(w):
 
 @fault
 def dispatcher_is_stopped_while_the_database_is_away(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link refused', REPEATS, UNCOUNTED):
         w.link.refuse()
         evidence = w.expect('database away.*', mark)
@@ -1361,7 +1375,7 @@ def dispatcher_is_stopped_while_the_link_is_frozen(w):
 
 @fault
 def dispatcher_is_killed_while_the_database_is_away(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     begin = time.monotonic()
     with w.away('link refused'):
         w.link.refuse()
@@ -1389,7 +1403,7 @@ def dispatcher_is_killed_and_its_session_lives_on(w):
 
 @fault
 def worker_is_killed_while_the_database_is_away(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.flag('hang') as flag:
         id = w.insert_one('if=%s hang' % flag, Plan(('odd',)))
         others = w.neighbours()
@@ -1409,7 +1423,7 @@ def worker_is_killed_while_the_database_is_away(w):
 
 @fault
 def configuration_changes_while_the_database_is_away(w):
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     with w.away('link refused'):
         w.link.refuse()
         w.expect('database away', mark)
@@ -1418,7 +1432,7 @@ def configuration_changes_while_the_database_is_away(w):
         evidence = w.expect('reloaded stage=b.*', mark)
         w.link.thaw()
         w.expect(BACK, mark)
-    mark = w.dispatcher.mark()
+    mark = w.dispatcher.position()
     w.write_config()
     w.dispatcher.signal(signal.SIGHUP)
     w.expect('reloaded stage=b', mark)
@@ -1446,7 +1460,7 @@ class Failed(Exception):
     """The run is over: something is wrong."""
 
 
-def run(directory, server, messages, faults, seed, kinds=None, quick=False, say=print):
+def run(directory, server, messages, faults, seed, kinds=None, quick=False, go_on=False, say=print):
     """Do a run; return (complaints, faults without effect, summary)."""
     world = World(directory, server, seed)
     try:
@@ -1475,7 +1489,11 @@ def run(directory, server, messages, faults, seed, kinds=None, quick=False, say=
                 world.probe()
                 world.check_files()
             except Exception as e:
-                raise Failed('fault %d, %s: %s: %s' % (number, name, type(e).__name__, e)) from e
+                if not go_on:
+                    raise Failed('fault %d, %s: %s: %s' % (number, name, type(e).__name__, e)) from e
+                complaints.append('fault %d, %s: %s: %s' % (number, name, type(e).__name__, e))
+                evidence = complaints[-1]
+                world.mend()
             world.reports.append((name, time.monotonic() - started, evidence))
             say('             %s (%.1f s)' % (evidence, time.monotonic() - started))
         world.insert_ordinary(max(0, messages - queued))
@@ -1562,6 +1580,7 @@ def main(argv=None):
     parser.add_argument('--only', default='', help='kinds, separated by commas')
     parser.add_argument('--quick', action='store_true', help='few of the slow kinds')
     parser.add_argument('--list', action='store_true', help='print the kinds of faults')
+    parser.add_argument('--go-on', action='store_true', help='with the next fault when one has failed')
     parser.add_argument('--keep', action='store_true', help='keep logs, and say where')
     options = parser.parse_args(argv)
     if options.list:
@@ -1577,9 +1596,10 @@ def main(argv=None):
     try:
         with cluster.Cluster() as server:
             complaints, idle, summary = run(directory, server, options.messages, options.faults, seed, kinds,
-                                            options.quick, functools.partial(print, flush=True))
+                                            options.quick, options.go_on, functools.partial(print, flush=True))
         print(summary)
     except Failed as e:
+        traceback.print_exception(type(e.__cause__), e.__cause__, e.__cause__.__traceback__)
         complaints, idle = [str(e)], []
     finally:
         if not options.keep:

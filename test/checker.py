@@ -23,7 +23,7 @@ class Incident(NamedTuple):
     end: float
     explains: frozenset = frozenset()
     ids: Any = None  # the messages that it concerns; None: all
-    pids: Any = ()  # the workers that it killed
+    pids: Any = ()  # the workers that it killed; None: of some it took the database, and they gave up by themselves
 
 
 class Plan(NamedTuple):
@@ -97,9 +97,11 @@ def check_blame(plans, rows, lives, incidents):
     last = {}  # type: Dict[int, Life]
     for life in lives:
         last[life.pid] = life
+    bereft = [i for i in incidents if CRASH in i.explains and i.pids is None]
     for incident in incidents:
         if CRASH in incident.explains:
-            killed.update((pid, None) for pid in incident.pids)
+            killed.update((pid, None) for pid in incident.pids or ())
+    gave_up = {life.id for life in lives for i in bereft if life.begin <= i.end and (life.end or i.begin) >= i.begin}
     open_ids = {last[pid].id: pid for pid in killed if pid in last and last[pid].end is None}
     between = [pid for pid in killed if pid not in last or last[pid].end is not None]
     for id, (stage, status, error) in sorted(rows.items()):
@@ -112,6 +114,8 @@ def check_blame(plans, rows, lives, incidents):
             continue
         if (error or '').startswith('crash: ') and id in open_ids:
             del open_ids[id]
+        elif error == 'crash: worker exited with status 1' and id in gave_up:
+            gave_up.remove(id)
         elif (error or '').startswith('crash: ') and between:
             between.pop()  # it was killed between reading the id and the log, or between the log and the answer
         else:
@@ -206,7 +210,7 @@ def check_statistics(plans, lives, effects, incidents, stats, totals, rows):
         if failed + processed > ended[stage]:
             bad.append('stage_stats: %s processed %d and failed %d, but only %d executions ended'
                        % (stage, processed, failed, ended[stage]))
-        if timeouts + crashes > died[stage] + sum(len(i.pids) for i in incidents):
+        if timeouts + crashes > died[stage] + sum(len(i.pids or ()) for i in incidents):
             bad.append('stage_stats: %s timeouts %d and crashes %d, but only %d executions died'
                        % (stage, timeouts, crashes, died[stage]))
     final = [id for id, (_, status, _) in rows.items() if status not in ('pending', 'running', 'paused')]

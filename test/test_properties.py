@@ -60,7 +60,7 @@ lines = st.one_of(st.binary(max_size=60),
                             st.lists(words, max_size=5), st.sampled_from([' ', '  ', '\t'])))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(lines)
 def test_an_answer_is_what_the_grammar_allows_or_a_violation(line):
     try:
@@ -161,7 +161,7 @@ class TimersMachine(RuleBasedStateMachine):
         for key in due:
             del self.model[key]
 
-    @rule(key=keys, number=st.integers(100, 300))
+    @rule(key=keys, number=st.integers(80, 120))
     def rearm_often(self, key, number):
         for i in range(number):
             self.timers.set(key, 10.0 + i)
@@ -396,7 +396,7 @@ def test_slow_work_takes_as_many_workers_as_there_are(parallelism, queue_limit, 
     assert len(placed) == min(number, parallelism)
 
 
-brief = settings(max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
+brief = settings(max_examples=30, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
 TestTimers = TimersMachine.TestCase
 TestOutbox = OutboxMachine.TestCase
 TestPool = PoolMachine.TestCase

@@ -77,6 +77,20 @@ class Real:
         self.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE "
                      "'pepsi-dispatch %%' AND datname = current_database()")
 
+    def allow(self, status):
+        """Let rows have another status; it is final."""
+        self.execute('ALTER TABLE queue DROP CONSTRAINT queue_status_check')
+
+    @contextlib.contextmanager
+    def refused(self, id):
+        """While the block runs a trigger refuses every write to a row."""
+        self.execute("CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+                     "RAISE EXCEPTION 'not this one'; END $$")
+        self.execute('CREATE TRIGGER refuse BEFORE UPDATE ON queue FOR EACH ROW WHEN (OLD.ingress_id = %s) '
+                     'EXECUTE FUNCTION refuse()', id)
+        yield
+        self.execute('DROP TRIGGER refuse ON queue')
+
     @contextlib.contextmanager
     def locked(self, id):
         """While the block runs somebody else holds the lock of a row."""
@@ -140,6 +154,15 @@ class Fake:
 
     def cut(self):
         self.queue.snap()
+
+    def allow(self, status):
+        pass
+
+    @contextlib.contextmanager
+    def refused(self, id):
+        self._table.bad[id] = math.inf
+        yield
+        del self._table.bad[id]
 
     @contextlib.contextmanager
     def locked(self, id):
@@ -360,6 +383,61 @@ def test_an_outcome_of_a_locked_row_is_not_confirmed_and_the_others_are(ready):
     with ready.locked(1):
         assert [s.id for s in settle(ready, failed(1), failed(2))] == [2]
     assert [s.id for s in settle(ready, failed(1))] == [1]
+
+
+# -- exchange ----------------------------------------------------------------------------------------------------------
+
+def exchange(system, outcomes, wants, held):
+    settled, rows = ask(system, system.queue.exchange(outcomes, [m.Want(*want) for want in wants], list(held)))
+    return settled, rows if rows is None else sorted(rows)
+
+
+def test_outcomes_are_written_and_rows_claimed_at_once(ready):
+    for id, stage, status in ((1, 'a', 'running'), (2, 'b', 'running'), (3, 'a', 'done'), (4, 'a', 'pending'),
+                              (5, 'b', 'pending'), (6, 'c', 'pending')):
+        ready.insert(id, stage, status)
+    settled, rows = exchange(ready, [failed(1), failed(2), failed(3), failed(9)],
+                             [('a', 5, m.FIRST_ID), ('b', 5, m.FIRST_ID)], [1, 2, 3, 9])
+    assert settled == [m.Settled(1, 'failed', 'a', None, True), m.Settled(2, 'pending', 'b', None, True),
+                       m.Settled(3, 'done', 'a', None, False), m.Settled(9, None, None, None, False)]
+    assert rows == [(4, 'a'), (5, 'b')]  # not 2, which became pending by this very statement
+    assert {id: row[1] for id, row in ready.rows().items()} == {
+        1: 'failed', 2: 'pending', 3: 'done', 4: 'running', 5: 'running', 6: 'pending'}
+
+
+def test_an_exchange_may_hold_very_many_ids(ready):
+    ready.insert(1, 'a', 'running')
+    ready.insert(5000, 'a')
+    ready.insert(5001, 'a')
+    settled, rows = exchange(ready, [release(1)], [('a', 5, m.FIRST_ID)], range(1, 5001))
+    assert [s.id for s in settled] == [1] and rows == [(5001, 'a')]
+
+
+@pytest.mark.parametrize('locked', [1, 2])
+def test_an_exchange_that_meets_a_lock_does_all_the_rest(ready, locked):
+    for id, status in ((1, 'running'), (2, 'pending'), (3, 'running'), (4, 'pending')):
+        ready.insert(id, 'a', status)
+    with ready.locked(locked):
+        settled, rows = exchange(ready, [failed(1), failed(3)], [('a', 5, m.FIRST_ID)], [1, 3])
+    assert [s.id for s in settled] == [id for id in (1, 3) if id != locked]
+    assert [id for id, _ in rows] == [id for id in (2, 4) if id != locked]
+
+
+def test_an_exchange_with_a_row_that_cannot_be_written_does_all_the_rest(ready):
+    for id, status in ((1, 'running'), (2, 'pending'), (3, 'running')):
+        ready.insert(id, 'a', status)
+    with ready.refused(1):
+        settled, rows = exchange(ready, [failed(1), failed(3)], [('a', 5, m.FIRST_ID)], [1, 3])
+    assert [s.id for s in settled] == [3] and rows == [(2, 'a')]
+    assert [s.id for s in settle(ready, failed(1))] == [1]
+
+
+@pytest.mark.parametrize('status', ['claimed', 'reset', 'found'])
+def test_a_status_of_somebody_else_is_no_claim(ready, status):
+    ready.allow(status)
+    ready.insert(1, 'a', status)
+    settled, rows = exchange(ready, [failed(1)], [('a', 5, m.FIRST_ID)], [1])
+    assert settled == [m.Settled(1, status, 'a', None, False)] and rows == []
 
 
 # -- revive ------------------------------------------------------------------------------------------------------------

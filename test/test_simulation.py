@@ -651,10 +651,12 @@ def failing(module, name, fate):
 
         world.fate = get_fate
         world.slowness = lambda: 20.0
-        for after_s in (0.0, 0.0, 0.0, 1.0, 2.0):
+        for _ in range(60):
+            world.table.insert('a')
+        for after_s in (1.0, 2.0):
             world.table.insert('a', 'paused', world.now + after_s)
         world.run(seconds=40)
-        assert not left[0] and world.statuses() == {'done': 5}
+        assert not left[0] and world.statuses() == {'done': 62}
         assert set(world.passes.values()) == {1}
         world.stop()
         world.check_counts()
@@ -722,6 +724,22 @@ def test_a_lock_that_is_released_in_time_is_waited_for(module=pepsidispatch):
             world.lock_held_until = world.now + held_s
             world.run(until=all_are(world, 'done'), limit_s=held_s + 1)
             world.stop()
+
+
+def test_a_claim_that_took_long_delays_no_row_afterwards(module=pepsidispatch):
+    """Rows below those that were seen are looked for at a limited rate; what limits it is not one bad moment."""
+    with make(module) as world:
+        world.slowness = lambda: 10.0
+        old = world.table.insert('a', 'paused', None)
+        world.table.insert('a')
+        world.run(seconds=1)
+        world.fate = lambda name: ('ok', 3.5)
+        world.table.insert('a')
+        world.run(seconds=8)
+        world.fate = lambda name: ('ok', 0.001)
+        world.table.update(old, status='pending')
+        world.run(until=all_are(world, 'done'), limit_s=2)
+        world.stop()
 
 
 def test_an_outage_costs_few_attempts(module=pepsidispatch):

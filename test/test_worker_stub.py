@@ -223,7 +223,7 @@ def test_an_id_that_was_cut_off_is_not_taken_for_another_one(config, rows):
 
 def test_what_is_no_id_ends_the_worker(config):
     with Driven(stub(), config) as worker:
-        worker.give('-1')
+        worker.give('1x')
         assert worker.answer() == b''
         assert worker.process.wait(30) == 1
         assert 'not an id' in worker.log()
