@@ -1886,6 +1886,7 @@ class Queue:
         self._durable = 'on'  # what synchronous_commit is here
         self._failures = 0  # in a row, of getting a session
         self._skip_until = -math.inf  # claims skip locked rows until then
+        self.partial = False  # the last claim met a bad row: what it did not return may be pending all the same
         self._parked: Dict[int, float] = {}  # ids that cannot be written, and until when they are passed over
         self.link = Link.AWAY
         self.epoch: Optional[int] = None  # ours, once taken over
@@ -1989,12 +1990,14 @@ class Queue:
 
     def _claiming(self, wants: Sequence[Want], held: Sequence[int]) -> Operation:
         held = self._passed_over(held)
+        self.partial = False
         try:
             return (yield from self._claim(wants, held))
         except (psycopg2.Error, ValueError) as e:
             if not blames_row(e):
                 raise
         rows: List[Tuple[int, str]] = []
+        self.partial = True
         for want in wants:  # a trigger that raises for one row: only that one stays behind
             try:
                 rows += yield from self._claim([want], held)
@@ -2030,6 +2033,7 @@ class Queue:
 
     def _exchanging(self, outcomes: Sequence[Outcome], wants: Sequence[Want], held: Sequence[int]) -> Operation:
         """Both at once; one after the other where a locked or a bad row is in the way."""
+        self.partial = False
         if len(held) <= PREPARED_HELD and not self.skipping():
             params = dict(self._params(outcomes), wanted=array([w.stage for w in wants]),
                           caps=array([w.cap for w in wants]), floors=array([w.floor for w in wants]),
@@ -2882,7 +2886,9 @@ class Dispatcher:
             self._below_at = self.now + min(max(BELOW_GAP_S[0], 10 * (self.now - self._asked_at)), BELOW_GAP_S[1])
         if any(pool.below for pool in self.pools.values()):
             self.timers.soonest('below', self._below_at)
-        if self.queue.skipping():
+        if self.queue.partial:
+            self._look_again(wants)
+        elif self.queue.skipping():
             self.timers.soonest('locked', self.now + SKIP_LOCKED_S)
         self._empty_claims = 0 if rows else self._empty_claims + 1
         if self._empty_claims > 1:
