@@ -156,9 +156,8 @@ LOCK_POLL_S = 0.5  # between two tries for the lock
 NO_WAIT_S = 2.0  # how long --no-wait tries: the server may not have noticed yet that the holder died
 SKIP_LOCKED_S = 1.0  # how long claims skip locked rows once they met one; then they are looked for again
 REPEATS = 5  # of a statement on 40001 and 40P01
-DEFER_S = (0.3, 30.0)  # before an outcome is sent again that could not be written: a locked row, a bad row
+DEFER_S = (0.3, 30.0)  # before a row is tried again that could not be written, first and longest: locked, a bad row
 
-PARK_S = 30.0  # how long a row that cannot be claimed or revived is passed over
 SETTLE_LIMIT = 1000  # outcomes a statement
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
@@ -1887,7 +1886,7 @@ class Queue:
         self._failures = 0  # in a row, of getting a session
         self._skip_until = -math.inf  # claims skip locked rows until then
         self.partial = False  # the last claim met a bad row: what it did not return may be pending all the same
-        self._parked: Dict[int, float] = {}  # ids that cannot be written, and until when they are passed over
+        self._parked: Dict[int, Tuple[float, int]] = {}  # ids that cannot be written: passed over until when, tries
         self.link = Link.AWAY
         self.epoch: Optional[int] = None  # ours, once taken over
         self.deadline = 0.0  # when tick() is to be called next; infinity: not
@@ -1965,12 +1964,21 @@ class Queue:
 
     def _passed_over(self, held: Sequence[int]) -> List[int]:
         """The held ids, and those that are parked."""
-        self._parked = {id: until for id, until in self._parked.items() if until > self._clock()}
-        return list(held) + list(self._parked)
+        now, longest = self._clock(), DEFER_S[1]
+        self._parked = {id: (until, tries) for id, (until, tries) in self._parked.items() if until + longest > now}
+        return list(held) + [id for id, (until, _) in self._parked.items() if until > now]
 
     def _park(self, id: int, what: str, e: Exception) -> None:
-        log.warning('cannot %s %d: %s; passing over it for %s', what, id, complaint(e), brief(PARK_S))
-        self._parked[id] = self._clock() + PARK_S
+        """Pass over a row that cannot be written, longer each time."""
+        tries = self._parked.get(id, (0.0, 0))[1]
+        delay_s = min(DEFER_S[0] * 2 ** min(tries, 20), DEFER_S[1])
+        log.warning('cannot %s %d: %s; passing over it for %s', what, id, complaint(e), brief(delay_s))
+        self._parked[id] = self._clock() + delay_s, tries + 1
+
+    def parked_until(self) -> float:
+        """The deadline at which a parked row is worth a look again; infinity: there is none."""
+        now = self._clock()
+        return min((until for until, _ in self._parked.values() if until > now), default=math.inf)
 
     def _reviving(self, statement: Statement, held: List[int]) -> Operation:
         """Revive; where a bad row keeps the others from being written, find it, park it, and try again."""
@@ -2002,9 +2010,12 @@ class Queue:
             try:
                 rows += yield from self._claim([want], held)
             except (psycopg2.Error, ValueError) as e:
-                if not blames_row(e):
+                if blames_row(e):
+                    rows += yield from self._claim_first(want, held)
+                elif not rows:
                     raise
-                rows += yield from self._claim_first(want, held)
+                else:
+                    break  # what is claimed is committed, and must be known
         return rows
 
     def _claim_first(self, want: Want, held: Sequence[int]) -> Operation:
@@ -2013,7 +2024,7 @@ class Queue:
             return (yield from self._claim([want._replace(cap=1)], held))
         except (psycopg2.Error, ValueError) as e:
             if not blames_row(e):
-                raise
+                return []
             params = {'stage': want.stage, 'floor': want.floor, 'held': array(held)}
             for id, in (yield Statement(FIRST_PENDING, params)):
                 self._park(id, 'claim', e)
@@ -2067,7 +2078,12 @@ class Queue:
                 return []
         half = len(outcomes) // 2
         settled = yield from self._settling(outcomes[:half])
-        return settled + (yield from self._settling(outcomes[half:]))
+        try:
+            return settled + (yield from self._settling(outcomes[half:]))
+        except psycopg2.Error:
+            if not settled:
+                raise
+            return settled  # the others are sent again
 
     def _settle(self, outcomes: Sequence[Outcome]) -> Operation:
         params, rows = self._params(outcomes), None
@@ -2431,9 +2447,9 @@ class Dispatcher:
         self._wants: List[Want] = []  # of the claim under way
         self._below_at = 0.0  # when a claim may start from the beginning again
         self._empty_claims = 0  # in a row
-        self._failures = 0  # of statements, in a row
-        self._troubles: Set[str] = set()  # what the log says is wrong with the database now
-        self._trouble_since = 0.0
+        self._failures = collections.Counter()  # type: Any  # of operations, in a row, by where
+        self._troubles: Dict[str, Tuple[float, Set[str]]] = {}  # what the log says is wrong now, and since when
+        self._flush_after = 0.0  # not sooner: it has failed
         self._holder = ''
         self._revived_at = self._flushed_at = self._asked_at = self.now
         self._sweep_at = 0.0  # when the next sweep at a heartbeat is due
@@ -2728,7 +2744,8 @@ class Dispatcher:
         log.info('state phase=%s link=%s epoch=%s claimed=%d unwritten=%d turns=%d statements=%d%s', self.phase.value,
                  self.queue.link.value, self.queue.epoch, sum(len(p.ready) for p in self.pools.values()),
                  len(self.outbox), self.turns, self.queue.statements,
-                 ' trouble: ' + '; '.join(sorted(self._troubles)) if self._troubles else '')
+                 ' trouble: ' + '; '.join(sorted(text for _, known in self._troubles.values() for text in known))
+                 if self._troubles else '')
         for name, pool in sorted(self.pools.items()):
             cooling = brief(max(0.0, pool.breaker.until - self.now)) if pool.breaker.cooling else 'no'
             log.info('state stage=%s workers=%d/%d in_flight=%d ready=%d room=%d average=%s looking=%s deaths=%d '
@@ -2791,7 +2808,7 @@ class Dispatcher:
             self.stats.flushed()
         self._holder = ''
         self._swept = False
-        self._well('database is back')
+        self._well('link')
         if first:
             self._on_survivors()
 
@@ -2814,7 +2831,7 @@ class Dispatcher:
         self.outbox.lost()
         self._look_again(self._wants)
         self._wants = []
-        self._ill('database away: %s; trying again until it is back' % fact.reason)
+        self._ill('link', 'database away: %s; trying again until it is back' % fact.reason)
 
     def _waiting(self, fact: Waiting) -> None:
         if not self._holder:
@@ -2839,28 +2856,38 @@ class Dispatcher:
         self._abandon(fact.code)
 
     def _replied(self, fact: Reply) -> None:
+        name = fact.name
+        where = {'flush': 'statistics', 'revive': 'retry'}.get(name, 'queue')
         if fact.error is None:
-            self._failures = 0
-            self._well('database works again')
+            self._failures.pop(where, None)
+            self._well(where)
         else:
             first, longest = FAILURE_S
-            self.timers.set('backoff', self.now + min(first * 2 ** min(self._failures, 20), longest))
-            self._failures += 1
-            self._ill('cannot %s: %s; trying again until it works' % (fact.name, complaint(fact.error)))
-        self._replies[fact.name](fact.value)
+            when = self.now + min(first * 2 ** min(self._failures[where], 20), longest)
+            self._failures[where] += 1
+            verb = {'exchange': 'settle and claim', 'flush': 'write statistics', 'revive': 'retry'}.get(name, name)
+            self._ill(where, 'cannot %s: %s; trying again until it works' % (verb, complaint(fact.error)))
+            if name == 'flush':  # what nobody waits for holds up nothing else
+                self._flush, self._flush_after = False, when
+            elif name == 'revive' and not self._sweeping:
+                self._retry_at(when)
+            else:
+                self.timers.set('backoff', when)
+        self._replies[name](fact.value)
 
-    def _ill(self, what: str) -> None:
-        """Log a trouble of the database once, however often it repeats before all is well."""
-        if not self._troubles:
-            self._trouble_since = self.now
-        if what not in self._troubles:
+    def _ill(self, where: str, what: str) -> None:
+        """Log a trouble with the database once, however often it repeats before all is well there."""
+        since, known = self._troubles.setdefault(where, (self.now, set()))
+        if what not in known:
             log.warning('%s', what)
-        self._troubles.add(what)
+        known.add(what)
 
-    def _well(self, what: str) -> None:
-        if self._troubles:
-            log.info('%s after %s', what, brief(self.now - self._trouble_since))
-        self._troubles = set()
+    def _well(self, where: str) -> None:
+        since, known = self._troubles.pop(where, (0.0, set()))
+        if known:
+            log.info('%s after %s', {'link': 'database is back', 'statistics': 'statistics are written again',
+                                     'retry': 'retrying works again'}.get(where, 'queue works again'),
+                     brief(self.now - since))
 
     def _claimed(self, rows: Optional[List[Tuple[int, str]]]) -> None:
         wants, self._wants = self._wants, []
@@ -2890,6 +2917,7 @@ class Dispatcher:
             self._look_again(wants)
         elif self.queue.skipping():
             self.timers.soonest('locked', self.now + SKIP_LOCKED_S)
+        self.timers.soonest('locked', self.queue.parked_until())
         self._empty_claims = 0 if rows else self._empty_claims + 1
         if self._empty_claims > 1:
             first, longest = LOOK_GAP_S
@@ -2958,7 +2986,7 @@ class Dispatcher:
     def _revived(self, rows: Optional[List[Tuple[str, Optional[str], int, Optional[float]]]]) -> None:
         self._revived_at = self.now
         if rows is None:
-            self._revive, self._sweep = True, self._sweep or self._sweeping
+            self._revive, self._sweep = self._sweeping, self._sweep or self._sweeping
             return
         count: Any = collections.Counter()
         for what, stage, number, next_s in rows:
@@ -2971,6 +2999,7 @@ class Dispatcher:
             log.info('reset %d rows that were running without an owner', count['reset'])
         if count['lost'] > count['reset']:
             self.timers.soonest('sweep', self.now + SWEEP_AGAIN_S)
+        self.timers.soonest('locked', self.queue.parked_until())
         if count['ripe'] > count['retried']:
             self._retry_at(self.now + SWEEP_AGAIN_S)
         elif count['ripe'] == RETRY_LIMIT:
@@ -3025,6 +3054,8 @@ class Dispatcher:
         self._flush = True
 
     def _on_locked(self) -> None:
+        """Rows that were locked or parked are worth another look."""
+        self._retry_at(self.now)
         for pool in self.pools.values():
             pool.look()
 
@@ -3184,7 +3215,7 @@ class Dispatcher:
         if self.stats and not self._flush:
             quiet = not any(worker.inflight for worker in self.workers.values())
             interval_s = IDLE_FLUSH_S if quiet else max(self.config.stats_interval_s, LEAST_INTERVAL_S)
-            self.timers.soonest('stats', self._flushed_at + interval_s)
+            self.timers.soonest('stats', max(self._flushed_at + interval_s, self._flush_after))
         if self.phase is Phase.STOPPING and not self.workers:
             self._finish()
 
@@ -3196,7 +3227,7 @@ class Dispatcher:
         if 'quit' not in self.timers:
             self.timers.set('quit', self.now + FINISH_S)
             self.timers.cancel('kill')
-        self._flush = bool(self.stats)
+        self._flush = bool(self.stats) and self.now >= self._flush_after
         away = self.queue.link is not Link.READY
         if not self.outbox and not self.stats and (away or (self._swept and not self.queue.busy())):
             self.phase = Phase.STOPPED

@@ -43,7 +43,7 @@ STAGE = [sys.executable, os.path.join(HERE, 'chaos_stage.py')]
 
 LEAD = 60  # messages under way beside those that are awaited
 PROBE_S = 10.0  # a fresh message gets through within this after a fault; a busy machine takes its part
-STUCK_S = 30.0  # after the last fault
+STUCK_S = 35.0  # after the last fault, at most: 30 s and a little for a busy machine
 STATS_S, STOP_S, RUNTIME_S = 0.5, 1.0, 2.0  # STATS_INTERVAL, STOP_TIMEOUT, MAX_RUNTIME of stage odd
 BACK = r'database (is back|works again)'
 
@@ -200,7 +200,7 @@ class World:
                 if self._admin is None or self._admin.closed:
                     self._admin = self.connect()
                 return fetch(self._admin, statement, parameters)
-            except (psycopg2.OperationalError, psycopg2.InterfaceError):
+            except psycopg2.Error:
                 if last or (self._admin is not None and not self._admin.closed):
                     raise
                 self._admin = None
@@ -715,12 +715,12 @@ def worker_crashes_between_commit_and_answer(w):
 
 @fault
 def worker_writes_garbage(w):
-    return fails(w, 'say=%00%FFhello', "protocol: not a status line")
+    return fails(w, 'say=%00%FFhello hang', 'protocol: not a status line')
 
 
 @fault
 def worker_answers_with_the_wrong_id(w):
-    return fails(w, "say='0 id=1'", 'protocol: the wrong id')
+    return fails(w, "say='0 id=1' hang", 'protocol: the wrong id')
 
 
 @fault
@@ -734,7 +734,7 @@ def worker_answers_twice(w):
 
 @fault
 def worker_answers_too_long(w):
-    return fails(w, 'flood=9000', 'protocol: a line of more than')
+    return fails(w, 'flood=9000 hang', 'protocol: a line of more than')
 
 
 @fault
@@ -1154,7 +1154,6 @@ def row_cannot_be_claimed(w):
         for other in others:
             w.await_status(other, 'done')
         assert w.row(id)[1] == 'pending'
-    w.await_status(id, 'done', timeout_s=STUCK_S)
     return 'others passed it'
 
 
@@ -1542,8 +1541,10 @@ def check(world):
     plans = {id: plan._replace(effects=plan.effects or ()) for id, plan in world.plans.items()}
     events = world.read_events()
     lives = checker.find_lives(events)
-    bad = checker.check_rows(plans, rows)
-    bad += checker.check_blame(plans, rows, lives, world.incidents)
+    bad, blamed = checker.check_blame(plans, rows, lives, world.incidents)
+    for id in blamed:
+        plans[id] = plans[id]._replace(final=('failed',), loose=True)
+    bad += checker.check_rows(plans, rows)
     bad += checker.check_twice(events, lives)
     bad += checker.check_effects(plans, effects)
     repeats, world.repeats = checker.check_repeats(plans, lives, world.incidents)

@@ -92,8 +92,11 @@ def check_rows(plans, rows):
 
 def check_blame(plans, rows, lives, incidents):
     """The right message is blamed: who failed was to fail, for that reason, or was at the head of a worker that was
-    killed. And of each killed worker one message is blamed at most."""
-    bad, killed = [], {}
+    killed. And of each killed worker one message is blamed at most.
+
+    Returns complaints and the set of those that failed for no fault of theirs.
+    """
+    bad, killed, blamed = [], {}, set()
     last = {}  # type: Dict[int, Life]
     for life in lives:
         last[life.pid] = life
@@ -112,6 +115,7 @@ def check_blame(plans, rows, lives, incidents):
             continue
         if plan.error and plan.loose:
             continue
+        blamed.add(id)
         if (error or '').startswith('crash: ') and id in open_ids:
             del open_ids[id]
         elif error == 'crash: worker exited with status 1' and id in gave_up:
@@ -119,8 +123,9 @@ def check_blame(plans, rows, lives, incidents):
         elif (error or '').startswith('crash: ') and between:
             between.pop()  # it was killed between reading the id and the log, or between the log and the answer
         else:
+            blamed.remove(id)
             bad.append('message %d is %s at %s: %r, planned was %r' % (id, status, stage, error, plan.error))
-    return bad
+    return bad, blamed
 
 
 def check_effects(plans, effects):

@@ -33,9 +33,16 @@ _servers: List[cluster.Cluster] = []  # that of the fixture pg, while there is o
 _numbers = itertools.count(1)
 
 
+LONG = {'test_chaos', 'test_demo', 'test_docs', 'test_faults_database', 'test_faults_process', 'test_faults_workers',
+        'test_operator', 'test_planted', 'test_simulation', 'test_script', 'test_supervisor', 'test_sweep'}
+
+
 def pytest_collection_modifyitems(items):
-    """Mark the tests that need PostgreSQL: the others need not run again for each version of it."""
+    """Mark the tests that take long, and those that need PostgreSQL: the others need not run again for each version of
+    it."""
     for item in items:
+        if item.module.__name__ in LONG:
+            item.add_marker('long')
         if 'pg' in getattr(item, 'fixturenames', ()):
             item.add_marker('pg')
 

@@ -395,6 +395,8 @@ class FakeQueue:
         self._session = 0
         self._failures = 0
         self._skip_until = -math.inf
+        self.partial = False  # the last claim met a bad row
+        self.parked = {}  # bad rows that are passed over, and until when
         self.robbed = False  # the session has lost its lock without noticing it
         table.listeners.append(self._notified)
 
@@ -570,8 +572,15 @@ class FakeQueue:
         self._skip_until = self._world.now + self._m.SKIP_LOCKED_S
         return True
 
+    def _pass_over(self, held):
+        now = self._world.now
+        self.parked = {id: until for id, until in self.parked.items() if until > now}
+        return held.union(self.parked)
+
     def _claim(self, wants, held):
         table, taken = self._table, []
+        held = self._pass_over(held)
+        self.partial = False
         for want in wants:
             fit = (id for id in sorted(table.rows) if table.rows[id].status == 'pending'
                    and table.rows[id].stage == want.stage and id >= want.floor and id not in held)
@@ -580,7 +589,12 @@ class FakeQueue:
                 if any(map(table.is_locked, fit[:want.cap])) and self._wait_for_lock():
                     return None
                 fit = [id for id in fit if not table.is_locked(id)]
-            taken += [(id, want.stage) for id in itertools.islice(fit, want.cap)]
+            fit = list(itertools.islice(fit, want.cap))
+            if any(map(table.is_bad, fit)):  # the first one alone; if that is it, it is parked
+                self.partial, fit = True, fit[:1]
+                if table.is_bad(fit[0]):
+                    self.parked[fit.pop()] = self._world.now + self._m.PARK_S
+            taken += [(id, want.stage) for id in fit]
         for id, _ in taken:
             table.rows[id].status = 'running'
             self._world.note('claimed %d', id)
@@ -620,6 +634,13 @@ class FakeQueue:
 
     def _revive(self, held, sweep):
         table, now = self._table, self._world.now
+        held = self._pass_over(held)
+        for id, row in table.rows.items():
+            if (id not in held and table.is_bad(id) and not table.is_locked(id)
+                    and (row.status == 'running' and sweep or row.status == 'paused' and row.timeout is not None
+                         and row.timeout <= now)):
+                self.parked[id] = now + self._m.PARK_S
+        held = self._pass_over(held)
         free = [(id, row) for id, row in sorted(table.rows.items()) if id not in held]
         lost = [(id, row) for id, row in free if sweep and row.status == 'running']
         paused = [(id, row) for id, row in free if row.status == 'paused' and row.timeout is not None]
@@ -1027,6 +1048,7 @@ class World:
     def _check_waiting(self, held):
         """Whatever could go on may wait PATIENCE_S at most; nothing counts while the session cannot work."""
         d, table, m = self.dispatcher, self.table, self.m
+        held = held.union(self.queue.parked)  # a row that cannot be written may wait
         before, self._since = self._since, {}
         if not self.is_ready() or 'backoff' in d.timers or self.survivors or self.frozen:
             return
@@ -1282,6 +1304,9 @@ class History(World):
         self._heal()
         self.table.locked.clear()
         self.table.bad.clear()
+        if self.queue.parked:
+            self.queue.parked.clear()
+            self.table.notify()
         for child in self.children:
             self.after(0.2, lambda child=child: self._put_down(child))
         self.run(until=self._is_quiet, limit_s=120.0)

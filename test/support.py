@@ -21,7 +21,8 @@ DISPATCHER = os.path.abspath(pepsidispatch.__file__)
 
 # Our warnings are errors. Not that of docopt 0.6.2 though, whose first import since it was installed prints a
 # SyntaxWarning; test_environment compiles our own modules without it.
-PYTHON = [sys.executable, '-W', 'error', '-W', 'ignore::SyntaxWarning']
+PYTHON = [sys.executable, '-W', 'error', '-W', 'ignore::SyntaxWarning',
+          '-W', 'ignore:invalid escape sequence:DeprecationWarning']
 
 # Environment variables that everything started below inherits: by the first one finds what a test left behind, by the
 # second what belongs to one dispatcher, even when its parents are dead and it is in another session.

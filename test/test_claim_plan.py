@@ -175,6 +175,21 @@ def test_a_settlement_finds_its_rows_by_primary_key(states, state):
 
 
 @pytest.mark.parametrize('state', STATES)
+def test_an_exchange_reads_what_its_two_halves_read(states, state):
+    with session_in(states, 'pending: ' + state) as cursor:
+        ids = column(cursor, 'SELECT ingress_id FROM queue ORDER BY hashint8(ingress_id) LIMIT 64')
+        cursor.execute('BEGIN')
+        cursor.execute("UPDATE queue SET status = 'running' WHERE ingress_id = ANY (%s::bigint[])", (array(ids),))
+        params = claim_params(CAP, held=ids)
+        params.update(wanted=params['stages'], ids=array(ids), stages=array(['s0'] * 64),
+                      verdicts=array(['failed'] * 64), errors=array(['unfinished: x'] * 64), durable='off')
+        cursor.execute('EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) ' + pepsidispatch.PREPARED_EXCHANGE, params)
+        plan = cursor.fetchone()[0][0]['Plan']
+        cursor.execute('ROLLBACK')
+        assert_claim_is_cheap('exchange', plan, len(ids))
+
+
+@pytest.mark.parametrize('state', STATES)
 def test_an_update_by_a_worker_finds_its_row_by_primary_key(states, state):
     with session_in(states, 'pending: ' + state) as cursor:
         cursor.execute('RESET ALL')

@@ -116,6 +116,22 @@ def settle(us, *outcomes, form='prepared', durable='off'):
     return found, written
 
 
+def exchange(us, outcomes, stages, held=()):
+    """Settle and claim in one statement. Returns (found, written) as settle() does, and what claim() does."""
+    ids, at, verdicts, errors = zip(*outcomes)
+    us.execute(pepsidispatch.PREPARED_EXCHANGE, {
+        'ids': array(ids), 'stages': array(at), 'verdicts': array(verdicts), 'errors': array(errors), 'durable': 'off',
+        'wanted': array(list(stages)), 'caps': array(list(stages.values())), 'floors': array([FIRST_ID] * len(stages)),
+        'held': array(list(held))})
+    found, written, claimed = {}, {}, []
+    for id, status, stage, due_s, mark in us.fetchall():
+        if due_s == -1:
+            claimed.append((id, stage))
+        else:
+            (written if mark is None else found)[id] = (status, stage, due_s)
+    return found, written, sorted(claimed)
+
+
 def revive(us, held=(), sweep=False, limit=1000):
     """Retry and, with sweep, reset. Returns (counts, seconds until the next is due): counts has a number for each of
     lock, reset, retried, lost, ripe."""
@@ -435,6 +451,35 @@ def test_a_settlement_is_as_durable_as_it_is_asked_to_be_and_leaves_the_session_
     assert [row[0] for row in sql.fetchall()] == ['on', 'off', 'local'] * len(SETTLES)
 
 
+# both at once
+
+def test_an_exchange_settles_and_claims_but_claims_nothing_that_it_settles(sql, us):
+    for id, stage, status in [(1, 'a', 'running'), (2, 'b', 'running'), (3, 'a', 'done'), (4, 'a', 'pending'),
+                              (5, 'b', 'pending'), (6, 'a', 'pending'), (7, 'a', 'pending'), (8, 'c', 'pending')]:
+        insert(sql, id, stage, status)
+    insert(sql, 9, 'a', 'paused', 'now()')
+    outcomes = [(id, 'a', 'failed', 'crash: x') for id in (1, 2, 3, 6, 9, 10)]
+    found, written, claimed = exchange(us, outcomes, {'a': 2, 'b': 2}, held=[6])
+    assert {id: row[:2] for id, row in found.items()} == {
+        1: ('running', 'a'), 2: ('running', 'b'), 3: ('done', 'a'), 6: ('pending', 'a'), 9: ('paused', 'a')}
+    assert 0 >= found[9][2] != -1
+    assert written == {1: ('failed', 'a', None), 2: ('pending', 'b', None)}
+    assert claimed == [(4, 'a'), (5, 'b'), (7, 'a')]
+    assert rows(sql) == {1: 'failed', 2: 'pending', 3: 'done', 4: 'running', 5: 'running', 6: 'pending',
+                         7: 'running', 8: 'pending', 9: 'paused'}
+
+
+def test_an_exchange_does_all_or_nothing_where_a_row_is_locked(sql, us, home):
+    for locked in (1, 2):
+        sql.execute('TRUNCATE queue')
+        insert(sql, 1, 'a', 'running')
+        insert(sql, 2, 'a', 'pending')
+        with transaction(home, 'SELECT FROM queue WHERE ingress_id = %d FOR UPDATE' % locked):
+            assert_gives_up_on_the_lock(lambda: exchange(us, [(1, 'a', 'failed', 'x')], {'a': 1}))
+            assert rows(sql) == {1: 'running', 2: 'pending'}
+        assert exchange(us, [(1, 'a', 'failed', 'x')], {'a': 1})[2] == [(2, 'a')]
+
+
 # revive
 
 @pytest.mark.parametrize('zone, style', [('UTC', 'ISO'), ('Pacific/Kiritimati', 'German'), ('America/New_York', 'SQL')])
@@ -601,7 +646,7 @@ def test_every_statement_of_the_session_works_with_no_other_rights_than_those_th
         sql.execute(pepsidispatch.SCHEMA + 'REVOKE ALL ON SCHEMA public FROM PUBLIC; CREATE ROLE %s LOGIN;' % role)
         try:
             sql.execute(' '.join(grants).replace('ROLE', role))
-            for id, status in enumerate(['pending', 'paused', 'running', 'pending']):
+            for id, status in enumerate(['pending', 'paused', 'running', 'pending', 'pending']):
                 insert(sql, id, 'a', status, 'now()')
             with dispatcher_session(dsn, user=role) as us:
                 use_every_statement(us)
@@ -617,6 +662,7 @@ def use_every_statement(us):
     for form in CLAIMS:
         [(id, stage)] = claim(us, {'a': 1}, form=form)
         assert settle(us, (id, stage, 'failed', 'x'), form=form)[1] == {id: ('failed', 'a', None)}
+    assert exchange(us, [(0, 'a', 'failed', 'x')], {'a': 1}) == ({0: ('failed', 'a', None)}, {}, [(3, 'a')])
     for number in (1, 2):
         assert flush(us, number, 1, {'a': (1, 0, 0, 0, 1.0)})[0] == number
     for refused in ("INSERT INTO queue (stage) VALUES ('a')", 'DELETE FROM queue', "UPDATE queue SET stage = 'b'",
@@ -708,6 +754,7 @@ def test_no_statement_of_the_dispatcher_wakes_it(sql, us, heard):
         assert heard(lambda form=form: claim(us, {'a': 1}, form=form)) == 0
         assert heard(lambda form=form: settle(us, (2, 'a', 'pending', None), (3, 'x', 'pending', None),
                                               form=form)) == 0
+        assert heard(lambda: exchange(us, [(4, 'a', 'pending', None)], {'a': 1}, held=[4])) == 0
         assert heard(lambda: revive(us, sweep=True)) == 0
         assert set(rows(sql).values()) == {'pending'}
 
