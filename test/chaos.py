@@ -1243,10 +1243,10 @@ def notifications_pour(w):
 
 # operators
 
-def touch(w, statement, final, ids_only=False):
+def touch(w, statement, final):
     """Do something to rows that are under way; returns their ids."""
-    w.insert_ordinary(20)
-    for _ in range(500):
+    w.insert([('b', {'b': 'sleep=0.05 advance=c'}, Plan(('b', 'c')))] * 20)
+    for _ in range(1000):
         begin = time.monotonic()
         ids = [id for id, in w.sql(statement)]
         if ids:

@@ -610,7 +610,7 @@ class FakeQueue:
             if row is None:
                 settled.append(m.Settled(o.id, None, None, None, False))
             elif row.status != 'running':
-                due_s = (min(row.timeout - self._world.now, 1e9) if row.status == 'paused'
+                due_s = (min(max(row.timeout - self._world.now, 0.0), 1e9) if row.status == 'paused'
                          and row.timeout is not None and abs(row.timeout) != math.inf else None)
                 settled.append(m.Settled(o.id, row.status, row.stage, due_s, False))
             elif not table.is_locked(o.id) and not table.is_bad(o.id):

@@ -174,6 +174,32 @@ def test_a_settlement_finds_its_rows_by_primary_key(states, state):
                 assert bench_claim.buffers(plan) <= PAGES_A_ROW * number, (form, number)
 
 
+def test_indexes_of_somebody_else_mislead_neither_claim_nor_settlement_nor_retry(db):
+    with db.cursor() as cursor:
+        build(cursor, 'q', STATES['analysed when all done'], ROWS)
+        cursor.execute("""
+            CREATE INDEX by_status ON queue (status);
+            CREATE INDEX by_both ON queue (status, stage);
+            CREATE INDEX by_stage ON queue (stage);
+            CREATE INDEX by_timeout ON queue (timeout);
+            CREATE INDEX at_work ON queue (stage) WHERE status = 'running';
+            SET pepsi.dispatcher = 'on';
+        """)
+        with session_in(db.dsn, 'q') as session:
+            for form, sql in CLAIMS.items():
+                assert_claim_is_cheap(form, explain(session, sql, claim_params(CAP)))
+            cursor.execute("UPDATE queue SET status = 'running' WHERE status = 'pending' AND stage = 's0'")
+            ids = column(session, "SELECT ingress_id FROM queue WHERE status = 'running' LIMIT 64")
+            for form, sql in SETTLES.items():
+                plan = explain(session, sql, {'ids': array(ids), 'stages': array(['s0'] * 64), 'errors': array(['x'] * 64),
+                                              'verdicts': array(['failed'] * 64), 'durable': 'off'})
+                assert kinds(plan) == {('Index Scan', 'queue_pkey')}, form
+            cursor.execute("UPDATE queue SET status = 'paused', timeout = now() WHERE status = 'running'")
+            plan = explain(session, REVIVE, {'held': '{}', 'sweep': False, 'limit': 100, 'key': pepsidispatch.LOCK_KEY})
+            assert dropped(plan) == 0, scans(plan)
+            assert bench_claim.buffers(plan) <= PAGES_A_ROW * 100
+
+
 @pytest.mark.parametrize('state', STATES)
 def test_an_exchange_reads_what_its_two_halves_read(states, state):
     with session_in(states, 'pending: ' + state) as cursor:

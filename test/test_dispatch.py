@@ -423,7 +423,7 @@ REASONS = {
     'crash=SEGV': r'crash: .*SIGSEGV',
     'hang': 'timeout: ',
     'unfinished': 'unfinished: ',
-    'say="hello, world"': 'protocol: .*hello, world',
+    'say="hello, world" hang': 'protocol: .*hello, world',
 }
 
 
@@ -593,8 +593,8 @@ def test_a_row_that_advances_to_an_unknown_stage_waits_there(system):
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 def test_every_kind_of_end_counts_where_the_contract_says(system):
-    kinds = {'done': 3, 'fail': 2, 'crash': 1, 'hang': 1, 'unfinished': 2, 'say=nonsense': 1, 'delete': 1, 'pause': 2,
-             'advance=nowhere': 2}
+    kinds = {'done': 3, 'fail': 2, 'crash': 1, 'hang': 1, 'unfinished': 2, 'say=nonsense hang': 1, 'delete': 1,
+             'pause': 2, 'advance=nowhere': 2}
     with system.run({'resize': {'PROGRAM': system.stub(), 'MAX_RUNTIME': '1500 ms', 'PARALLELISM': 2}}):
         for steps, number in kinds.items():
             system.insert('resize', number, stub=steps)

@@ -327,7 +327,9 @@ def find_complaints():
             arguments = node.args[1:2]
         elif name == 'LogRecord':
             arguments = node.args[4:5]
-        elif name in ('_ill', 'Failure') or (owner in ('errors', 'warnings') and name in ('append', 'extend')):
+        elif name == '_ill':
+            arguments = node.args[1:]
+        elif name == 'Failure' or (owner in ('errors', 'warnings') and name in ('append', 'extend')):
             arguments = node.args
         elif owner == 'sys' and name == 'exit':
             arguments = node.args

@@ -1,12 +1,15 @@
 """What an operator sees and does: status in all its forms, requeue, reload, the report on USR1, and the log."""
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import subprocess
+import termios
 import time
 
 import psycopg2
@@ -20,9 +23,9 @@ STATUSES = ('pending', 'running', 'paused', 'done', 'failed', 'timeout')
 SHOWN = tuple(status for status in STATUSES if status != 'done')
 
 # Whoever may INSERT may do so with these. The longest is last.
-HOSTILE = ['plain', "it's", 'say "hi"', 'back\\slash', 'two\nlines', 'carriage\rreturn', '100%', '%s%(x)s%%', '\x1b[31mred',
-           '\x01\x07\x7f\x80\x9b', 'tab\tbed', '{brace}=,', '-', '', ' ', 'gr\u00f6\u00dfe', '\u65e5\u672c', '\U0001f600',
-           'right\u202eto left', 'two\u2028lines', "'; DROP TABLE queue; --", 'x' * 10000]
+HOSTILE = ['plain', "it's", 'say "hi"', 'back\\slash', 'two\nlines', 'carriage\rreturn', '100%', '%s%(x)s%%',
+           '\x1b[31mred', '\x01\x07\x7f\x80\x9b', 'tab\tbed', '{brace}=,', '-', '', ' ', 'gr\u00f6\u00dfe',
+           '\u65e5\u672c', '\U0001f600', 'right\u202eto left', 'two\u2028lines', "'; DROP TABLE queue; --", 'x' * 10000]
 
 
 @pytest.fixture
@@ -122,35 +125,32 @@ class Terminal:
     """A command on a terminal of its own; a context manager."""
 
     def __init__(self, *arguments, rows=50, columns=200, **variables):
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.environ.update(variables, TERM='xterm', LINES=str(rows), COLUMNS=str(columns))
-            os.execv(PYTHON[0], PYTHON + [DISPATCHER] + list(arguments))
-        self._code = None
+        self._fd, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', rows, columns, 0, 0))
+        self.process = subprocess.Popen(
+            PYTHON + [DISPATCHER] + list(arguments), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # else Ctrl-C reaches nobody
+            env=dict(os.environ, TERM='xterm', **variables))
+        os.close(theirs)
         self.text = ''
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
         os.close(self._fd)
 
     def read(self):
-        """Take what is there; return whether the command goes on."""
+        """Take what is there and return all that was written until now."""
         while select.select([self._fd], [], [], 0)[0]:
             try:
-                data = os.read(self._fd, 65536)
+                self.text += os.read(self._fd, 65536).decode('utf-8', 'replace')
             except OSError:  # its other end is closed
-                return False
-            self.text += data.decode('utf-8', 'replace')
-        return True
-
-    def wait_for(self, text, timeout_s=20):
-        """Wait until a text was written."""
-        wait_until(lambda: self.read() and text in self.text or text in self.text, timeout_s, repr(text))
+                break
+        return self.text
 
     def type(self, text):
         """Type at the terminal."""
@@ -158,14 +158,18 @@ class Terminal:
 
     def wait(self):
         """Wait for the end of the command and return its exit code."""
-        wait_until(lambda: not self.read(), 20, 'the end of the command')
-        _, status = os.waitpid(self.pid, 0)
-        self._code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
-        return self._code
+        wait_until(lambda: self.read() is None or self.process.poll() is not None, 20, 'the end of the command')
+        self.read()
+        return self.process.returncode
 
     def screens(self):
         """Return the complete screens of --watch, without colours."""
-        return re.findall(r'\033\[H(.*?)\033\[J', re.sub(r'\033\[[0-9;]*m', '', self.text), re.DOTALL)
+        return re.findall(r'\033\[H(.*?)\033\[J', re.sub(r'\033\[[0-9;]*m', '', self.read()), re.DOTALL)
+
+    def wait_screens(self, number):
+        """Wait until there are so many screens and return them."""
+        wait_until(lambda: len(self.screens()) >= number, 20, '%d screens' % number)
+        return self.screens()
 
 
 def test_status_on_a_terminal_is_coloured_unless_it_is_told_otherwise(system):
@@ -185,14 +189,13 @@ def test_status_on_a_terminal_is_coloured_unless_it_is_told_otherwise(system):
 
 def test_status_watch_refreshes_in_place_until_ctrl_c(system):
     with Terminal('-c', system.write_config({'a': 'true'}), 'status', '--watch') as terminal:
-        wait_until(lambda: terminal.read() and terminal.screens())
+        terminal.wait_screens(1)
         system.insert('a', 3)
-        wait_until(lambda: terminal.read() and len(terminal.screens()) == 2)
+        first, second = terminal.wait_screens(2)
         terminal.type('\x03')
         assert terminal.wait() == 0
         assert 'Traceback' not in terminal.text
         assert 'KeyboardInterrupt' not in terminal.text
-        first, second = terminal.screens()
     assert len(first.splitlines()) == len(second.splitlines()) == 4
     assert re.search(r'^a +0 ', first, re.MULTILINE)
     assert re.search(r'^a +3 ', second, re.MULTILINE)
@@ -202,12 +205,11 @@ def test_status_watch_refreshes_in_place_until_ctrl_c(system):
 
 def test_status_watch_shows_rates_over_the_time_in_which_the_counters_grew(system):
     """The counters are written every STATS_INTERVAL, which is longer than the time between two looks."""
+    system.execute("INSERT INTO stage_stats (stage, processed) VALUES ('a', 1000)")
     with Terminal('-c', system.write_config({'a': 'true'}), 'status', '--watch') as terminal:
-        system.execute("INSERT INTO stage_stats (stage, processed) VALUES ('a', 1000)")
-        wait_until(lambda: terminal.read() and len(terminal.screens()) == 3)
-        system.execute("UPDATE stage_stats SET processed = 1600")
-        wait_until(lambda: terminal.read() and len(terminal.screens()) == 4)
-        screens = terminal.screens()
+        terminal.wait_screens(3)
+        system.execute('UPDATE stage_stats SET processed = 1600')
+        screens = terminal.wait_screens(4)
         terminal.type('\x03')
         terminal.wait()
     assert 'RATE/s' in screens[-1]
@@ -217,16 +219,14 @@ def test_status_watch_shows_rates_over_the_time_in_which_the_counters_grew(syste
 
 def test_status_watch_outlives_a_restart_of_the_database(system, pg):
     with Terminal('-c', system.write_config({'a': 'true'}), 'status', '--watch') as terminal:
-        wait_until(lambda: terminal.read() and terminal.screens())
+        terminal.wait_screens(1)
         system.db.close()
         pg.stop()
         try:
-            terminal.wait_for('cannot reach the database')
+            wait_until(lambda: 'cannot reach the database' in terminal.read(), 20)
         finally:
             pg.start()
-        seen = len(terminal.screens())
-        wait_until(lambda: terminal.read() and len(terminal.screens()) > seen + 1)
-        assert 'RUNNING' in terminal.screens()[-1]
+        assert 'RUNNING' in terminal.wait_screens(len(terminal.screens()) + 2)[-1]
         terminal.type('\x03')
         assert terminal.wait() == 0
 
@@ -239,7 +239,7 @@ def test_status_reads_nothing_of_what_is_done(system):
     for name, statement in sorted(vars(pepsidispatch).items()):
         if name.startswith('STATUS_') and 'queue' in statement:
             plan = [line for line, in system.execute('EXPLAIN ' + statement.replace(
-                '%(stages)s', "'{a,b}'").replace('%', '%%') % ())]
+                '%(stages)s', "'{a,b}'"))]
             assert not [line for line in plan if re.search('Seq Scan on queue', line)], '\n'.join(plan)
             looked.append(name)
     assert {'STATUS_ROWS', 'STATUS_OLDEST', 'STATUS_TOTALS'} <= set(looked)
@@ -325,7 +325,6 @@ def test_a_stage_is_held_and_released_by_a_reload(system, tmp_path):
         (tmp_path / 'go').touch()
         system.wait_census(done=1, pending=2)  # the old one finishes what it has, and answers
         system.wait_status(system.insert_one('b'), 'done')
-        wait_until(lambda: not running.workers() or system.begun('a') == ids[:1] and len(running.workers()) == 1)
         assert system.begun('a') == ids[:1]
         system.write_config({'a': stage, 'b': system.stub()})
         reload(running)
@@ -396,13 +395,15 @@ def test_usr1_reports_pools_workers_cooldowns_deadlines_and_the_connection(syste
         system.insert_one('broken')
         running.wait_log('cooling stage=broken for 2 s')
         lines = report(running)
-        for pattern in (r'state phase=serving link=ready epoch=1 ', r'state stage=a workers=2/2 in_flight=2 .*cooling=no',
+        for pattern in (r'state phase=serving link=ready epoch=1 ',
+                        r'state stage=a workers=2/2 in_flight=2 .*cooling=no',
                         r'state stage=broken workers=0/4 in_flight=0 .*cooling=[0-9.]+ s',
-                        r'state stage=idle workers=0/4 in_flight=0 .*cooling=no', r'state timer cooldown broken in [0-9.]+ s',
+                        r'state stage=idle workers=0/4 in_flight=0 .*cooling=no',
+                        r'state timer cooldown broken in [0-9.]+ s',
                         r'state timer heartbeat in 3[0-9]{3} s'):
             assert [line for line in lines if re.match(pattern, line)], (pattern, lines)
-        workers = [re.match(r'state worker (\d+) stage=a serving age=[0-9.]+ s .*in_flight=1 head=(\d+) since=[0-9.]+ s',
-                            line) for line in lines if line.startswith('state worker')]
+        pattern = r'state worker (\d+) stage=a serving age=[0-9.]+ s .*in_flight=1 head=(\d+) since=[0-9.]+ s'
+        workers = [re.match(pattern, line) for line in lines if line.startswith('state worker')]
         assert {int(m.group(1)) for m in workers} == set(spawned(running))
         assert {int(m.group(2)) for m in workers} == set(ids[:2])
         watchdogs = [re.match(r'state timer watchdog (\d+) in [34][0-9](\.[0-9])? s', line) for line in lines

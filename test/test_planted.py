@@ -170,7 +170,7 @@ DEFECTS = {
         histories,
         ('        if self.breaker.probing(now):\n            free =', '        if False:\n            free =')),
     'ids that a claim brought too many are dropped': (
-        histories,
+        simulated.test_what_a_claim_brings_after_a_stop_is_given_back,
         ('            for id in mine[room:]:', '            for id in []:')),
     'ids that are ready are not given back at a stop': (
         histories,
@@ -249,7 +249,8 @@ SQL_DEFECTS = {
          'WHERE q.ingress_id = f.id')),
     'a reason is written to a row that has advanced': (
         contract.test_a_row_that_runs_at_another_stage_has_advanced_whatever_the_outcome_says,
-        ('WHEN f.error IS NULL OR q.stage <> f.claimed THEN q.state', 'WHEN f.error IS NULL THEN q.state')),
+        ('WHEN f.error IS NULL OR q.stage IS DISTINCT FROM f.claimed THEN q.state',
+         'WHEN f.error IS NULL THEN q.state')),
     'an outcome that meets a lock is not written around it': (
         contract.test_an_outcome_of_a_locked_row_is_not_confirmed_and_the_others_are,
         ('        FOR UPDATE OF q SKIP LOCKED\n', '')),
@@ -268,16 +269,18 @@ SQL_DEFECTS = {
         ("CLAIM.replace('LIMIT s.cap', 'LIMIT s.cap\\n        FOR UPDATE SKIP LOCKED')", 'CLAIM')),
     'a sweep resets what is held': (
         contract.test_a_sweep_resets_running_rows_that_are_not_held_at_any_stage,
-        ("upper(q.status) = 'RUNNING' AND q.ingress_id <> ALL (%(held)s::bigint[])", "upper(q.status) = 'RUNNING'")),
+        ("q.status || '' = 'running'\n      AND q.ingress_id <> ALL (%(held)s::bigint[])\n",
+         "q.status || '' = 'running'\n")),
     'a row that is held is retried': (
         contract.test_due_rows_become_pending_and_the_next_due_time_is_told,
-        ('q.timeout <= now() AND q.ingress_id <> ALL (%(held)s::bigint[])', 'q.timeout <= now()')),
+        ("\n    WHERE q.status = 'paused' AND q.timeout <= now() AND q.ingress_id <> ALL (%(held)s::bigint[])\n",
+         "\n    WHERE q.status = 'paused' AND q.timeout <= now()\n")),
     'the next due time is that of a row that is held': (
         contract.test_due_rows_become_pending_and_the_next_due_time_is_told,
         ("q.timeout < 'infinity'\n      AND q.ingress_id <> ALL (%(held)s::bigint[])\n", "q.timeout < 'infinity'\n")),
     'rows are reset without a sweep': (
         contract.test_without_a_sweep_no_running_row_is_touched,
-        ('WHERE %(sweep)s AND upper(q.status)', 'WHERE upper(q.status)')),
+        ('\n    WHERE %(sweep)s AND upper(q.status)', '\n    WHERE upper(q.status)')),
     'statistics are added twice': (
         contract.test_a_batch_of_statistics_is_added_once, (' AND flush < %(flush)s', '')),
     'statistics of an older dispatcher are added': (

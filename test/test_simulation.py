@@ -780,6 +780,29 @@ def test_a_stop_takes_what_is_answered_in_time_and_gives_back_the_rest(module=pe
         world.check_counts()
 
 
+def test_what_a_claim_brings_after_a_stop_is_given_back(module=pepsidispatch):
+    with make(module) as world:
+        world.fate = lambda name: ('ok', 0.5 if name == 'claim' else 0.001)
+        for _ in range(5):
+            world.table.insert('a')
+        world.run(seconds=0.1)
+        world.stop()
+        assert world.statuses() == {'pending': 5} and world.spawned == 0
+
+
+def test_what_a_claim_brings_to_a_stage_that_cools_down_is_given_back(module=pepsidispatch):
+    with make(module, program=stillborn) as world:
+        for _ in range(3):
+            world.table.insert('a')
+        world.run(seconds=0.01)
+        world.fate = lambda name: ('ok', 0.5 if name in ('claim', 'exchange') else 0.001)
+        for _ in range(10):
+            world.table.insert('a')
+        world.run(seconds=0.9)
+        assert world.statuses() == {'pending': 13}
+        world.stop()
+
+
 def test_nobody_is_blamed_for_a_stop(module=pepsidispatch):
     with make(module, program=working(60.0)) as world:
         for _ in range(5):
