@@ -123,8 +123,9 @@ try:
     import psycopg2.extensions
     from docopt import DocoptExit, docopt
 except ImportError as _missing:
-    sys.exit('pepsi-dispatch: %s; it needs two packages: psycopg2-binary and docopt from PyPI, or python3-psycopg2 '
-             'and python3-docopt from the distribution' % _missing)
+    sys.stderr.write('pepsi-dispatch: %s; it needs two packages: psycopg2-binary and docopt from PyPI, or '
+                     'python3-psycopg2 and python3-docopt from the distribution\n' % _missing)
+    sys.exit(78)
 
 __version__ = '1.0.0'
 
@@ -3462,14 +3463,16 @@ def as_table(seen: Dict[str, Any], rates: Dict[str, float], colour: bool) -> str
     d = seen['dispatcher']
     lines = [paint('32', 'dispatcher pid %s on %s, epoch %s, since %s' % (d['pid'], d['host'], d['epoch'], d['since']))
              if d else paint('31;1', 'no dispatcher is running')]
-    width = max([5] + [len(quoted(stage)) for stage in seen['stages']])
+    names = {stage: name if len(name) <= 40 else name[:26] + '...' + name[-11:]
+             for stage, name in ((stage, quoted(stage)) for stage in seen['stages'])}
+    width = max([5] + [len(name) for name in names.values()])
     heads = ('PENDING', 'RUNNING', 'PAUSED', 'FAILED', 'TIMEOUT', 'OLDEST', 'WORKERS', 'PROCESSED')
     lines.append(('%-*s' % (width, 'STAGE') + ''.join(' %9s' % head for head in heads)
                   + ('   RATE/s' if rates else '')).rstrip())
     most = max([1] + [row['pending'] for row in seen['stages'].values()])
     for stage, row in seen['stages'].items():
         age = '-' if row['oldest_pending_seconds'] is None else brief(row['oldest_pending_seconds'])
-        cells = ['%-*s' % (width, quoted(stage)), '%9d' % row['pending'], paint('36', '%9d' % row['running']),
+        cells = ['%-*s' % (width, names[stage]), '%9d' % row['pending'], paint('36', '%9d' % row['running']),
                  '%9d' % row['paused'], paint('31', '%9d' % row['failed']), paint('31', '%9d' % row['timeout']),
                  '%9s' % age, '%9d' % row['workers'], '%9d' % row['processed']]
         if rates:
@@ -3485,17 +3488,20 @@ def status(config: Config, form: str, watch: bool) -> int:
     """Show what there is to do and who does it; `form`: table, json or prometheus. With `watch` every WATCH_S until
     Ctrl-C. Returns 0 if a dispatcher is running, else 1."""
     colour = sys.stdout.isatty() and not os.environ.get('NO_COLOR')
-    before: Dict[str, int] = {}
-    looked = time.monotonic()
+    rates = Rates(2 * config.stats_interval_s)
     while True:
-        with Session(config, 'status') as session:
-            seen = look_at(session, config)
-        now = time.monotonic()
-        rates = {stage: (row['processed'] - before.get(stage, row['processed'])) / max(now - looked, 0.001)
-                 for stage, row in seen['stages'].items()} if before else {}
-        before, looked = {stage: row['processed'] for stage, row in seen['stages'].items()}, now
+        try:
+            with Session(config, 'status') as session:
+                seen = look_at(session, config)
+        except Failure as e:
+            if not rates.changed or e.code != EXIT_UNAVAILABLE:  # the first look
+                raise
+            log.error('%s; looking again', e.lines[0])
+            time.sleep(WATCH_S)
+            continue
+        rates.note({stage: row['processed'] for stage, row in seen['stages'].items()}, time.monotonic())
         if form == 'table':
-            text = as_table(seen, rates, colour)
+            text = as_table(seen, rates.values if watch else {}, colour)
             print('\033[H' + text.replace('\n', '\033[K\n') + '\033[J' if watch and sys.stdout.isatty() else text)
         else:
             print(as_json(seen) if form == 'json' else as_prometheus(seen))
@@ -3503,6 +3509,28 @@ def status(config: Config, form: str, watch: bool) -> int:
         if not watch:
             return EXIT_OK if seen['dispatcher'] else EXIT_NOT_RUNNING
         time.sleep(WATCH_S)
+
+
+class Rates:
+    """Passes a second by stage. The counters are written now and then only: a rate is the growth between two changes,
+    and stays until the next one, `patience_s` at most."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.values: Dict[str, float] = {}
+        self.changed: Dict[str, Tuple[float, int]] = {}  # when a counter last changed, and to what
+        self._patience_s = patience_s
+
+    def note(self, counters: Dict[str, int], now: float) -> None:
+        """Take a look's counters."""
+        for stage, number in counters.items():
+            when, before = self.changed.setdefault(stage, (now, number))
+            if number != before:
+                self.values[stage] = (number - before) / max(now - when, 0.001)
+                self.changed[stage] = now, number
+            elif now - when > self._patience_s + WATCH_S:
+                self.values[stage] = 0.0
+            else:
+                self.values.setdefault(stage, 0.0)
 
 
 # check
@@ -3762,24 +3790,29 @@ class LogHandler(logging.Handler):
                     self._poll = None
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
         stamp = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created)) + '.%03d' % record.msecs
-        if self._json:
-            return json.dumps({'time': stamp, 'level': record.levelname.lower(), 'pid': record.process,
-                               'message': text}, sort_keys=True)
-        return '%s%-7s %s' % (stamp + ' ' if self._stamp else '', record.levelname, text)
+        if not self._json:
+            return '%s%-7s %s' % (stamp + ' ' if self._stamp else '', record.levelname, record.getMessage())
+        text = record.getMessage()[:self.LIMIT // 8]  # a character may become six bytes, and must not be cut
+        return json.dumps({'time': stamp, 'level': record.levelname.lower(), 'pid': record.process, 'message': text},
+                          sort_keys=True)
+
+    def _write(self, record: logging.LogRecord) -> None:
+        """Write one line, or raise OSError. Cuts what is too long between two characters."""
+        data = self.format(record).encode('utf-8', 'backslashreplace')
+        if len(data) >= self.LIMIT:
+            data = data[:self.LIMIT - 1].decode('utf-8', 'ignore').encode('utf-8')
+        if self._poll and not self._poll.select(0):
+            raise BlockingIOError(errno.EAGAIN, 'full')
+        os.write(self._fd, data + b'\n')
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            data = self.format(record).encode('utf-8', 'backslashreplace')[:self.LIMIT - 1] + b'\n'
             if self._dropped:
-                note = logging.LogRecord(log.name, logging.WARNING, '', 0, 'dropped %d log lines: standard error did '
-                                         'not take them', (self._dropped,), None)
-                data = (self.format(note).encode('utf-8', 'backslashreplace') + b'\n' + data)[-self.LIMIT:]
-            if self._poll and not self._poll.select(0):
-                raise BlockingIOError(errno.EAGAIN, 'full')
-            os.write(self._fd, data)
-            self._dropped = 0
+                self._write(logging.LogRecord(log.name, logging.WARNING, '', 0, 'dropped %d log lines: standard error '
+                                              'did not take them', (self._dropped,), None))
+                self._dropped = 0
+            self._write(record)
         except OSError:
             self._dropped += 1
         except Exception:  # a log line must not end the program
@@ -3805,6 +3838,9 @@ def fill_standard_descriptors() -> None:
         os.set_inheritable(fd, True)
         fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
+    sys.stdin = sys.stdin or open(0)
+    sys.stdout = sys.stdout or open(1, 'w')
+    sys.stderr = sys.stderr or open(2, 'w')
 
 
 def dispatch_command(arguments: Dict[str, Any]) -> int:
@@ -3832,12 +3868,12 @@ def dispatch_command(arguments: Dict[str, Any]) -> int:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command line and return the exit code; `argv` without the program's name, default sys.argv[1:]."""
+    fill_standard_descriptors()
     try:
         arguments = docopt(__doc__, argv=None if argv is None else list(argv), version='pepsi-dispatch ' + __version__)
     except DocoptExit as e:
         print(e.usage.strip(), file=sys.stderr)
         return EXIT_USAGE
-    fill_standard_descriptors()
     set_up_log(arguments)
     try:
         return dispatch_command(arguments)

@@ -1210,7 +1210,7 @@ def statistics_are_locked(w):
     begin = time.monotonic()
     with w.transaction('LOCK TABLE stage_stats, dispatch_stats IN ACCESS EXCLUSIVE MODE'):
         w.insert_ordinary(5)
-        evidence = w.expect('cannot flush.*', mark)
+        evidence = w.expect('cannot write statistics.*', mark)
         w.probe()
     w.note('statistics locked', begin)
     return evidence
@@ -1222,7 +1222,7 @@ def statistics_are_renamed(w):
     w.sql('ALTER TABLE stage_stats RENAME TO other')
     try:
         w.insert_ordinary(5)
-        evidence = w.expect('cannot flush.*does not exist', mark)
+        evidence = w.expect('cannot write statistics.*does not exist', mark)
         w.probe()
     finally:
         w.sql('ALTER TABLE other RENAME TO stage_stats')

@@ -396,7 +396,7 @@ class FakeQueue:
         self._failures = 0
         self._skip_until = -math.inf
         self.partial = False  # the last claim met a bad row
-        self.parked = {}  # bad rows that are passed over, and until when
+        self._parked = {}  # bad rows: passed over until when, tries
         self.robbed = False  # the session has lost its lock without noticing it
         table.listeners.append(self._notified)
 
@@ -572,14 +572,21 @@ class FakeQueue:
         self._skip_until = self._world.now + self._m.SKIP_LOCKED_S
         return True
 
-    def _pass_over(self, held):
-        now = self._world.now
-        self.parked = {id: until for id, until in self.parked.items() if until > now}
-        return held.union(self.parked)
+    def parked(self):
+        """The ids that are passed over now."""
+        return {id for id, (until, _) in self._parked.items() if until > self._world.now}
+
+    def parked_until(self):
+        return min((until for until, _ in self._parked.values() if until > self._world.now), default=math.inf)
+
+    def _park(self, id):
+        tries = self._parked.get(id, (0.0, 0))[1]
+        first, longest = self._m.DEFER_S
+        self._parked[id] = self._world.now + min(first * 2 ** tries, longest), tries + 1
 
     def _claim(self, wants, held):
         table, taken = self._table, []
-        held = self._pass_over(held)
+        held = held.union(self.parked())
         self.partial = False
         for want in wants:
             fit = (id for id in sorted(table.rows) if table.rows[id].status == 'pending'
@@ -593,7 +600,7 @@ class FakeQueue:
             if any(map(table.is_bad, fit)):  # the first one alone; if that is it, it is parked
                 self.partial, fit = True, fit[:1]
                 if table.is_bad(fit[0]):
-                    self.parked[fit.pop()] = self._world.now + self._m.PARK_S
+                    self._park(fit.pop())
             taken += [(id, want.stage) for id in fit]
         for id, _ in taken:
             table.rows[id].status = 'running'
@@ -634,13 +641,13 @@ class FakeQueue:
 
     def _revive(self, held, sweep):
         table, now = self._table, self._world.now
-        held = self._pass_over(held)
+        held = held.union(self.parked())
         for id, row in table.rows.items():
             if (id not in held and table.is_bad(id) and not table.is_locked(id)
                     and (row.status == 'running' and sweep or row.status == 'paused' and row.timeout is not None
                          and row.timeout <= now)):
-                self.parked[id] = now + self._m.PARK_S
-        held = self._pass_over(held)
+                self._park(id)
+        held = held.union(self.parked())
         free = [(id, row) for id, row in sorted(table.rows.items()) if id not in held]
         lost = [(id, row) for id, row in free if sweep and row.status == 'running']
         paused = [(id, row) for id, row in free if row.status == 'paused' and row.timeout is not None]
@@ -1048,7 +1055,7 @@ class World:
     def _check_waiting(self, held):
         """Whatever could go on may wait PATIENCE_S at most; nothing counts while the session cannot work."""
         d, table, m = self.dispatcher, self.table, self.m
-        held = held.union(self.queue.parked)  # a row that cannot be written may wait
+        held = held.union(self.queue.parked())  # a row that cannot be written may wait
         before, self._since = self._since, {}
         if not self.is_ready() or 'backoff' in d.timers or self.survivors or self.frozen:
             return
@@ -1304,9 +1311,6 @@ class History(World):
         self._heal()
         self.table.locked.clear()
         self.table.bad.clear()
-        if self.queue.parked:
-            self.queue.parked.clear()
-            self.table.notify()
         for child in self.children:
             self.after(0.2, lambda child=child: self._put_down(child))
         self.run(until=self._is_quiet, limit_s=120.0)

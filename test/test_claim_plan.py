@@ -191,8 +191,8 @@ def test_indexes_of_somebody_else_mislead_neither_claim_nor_settlement_nor_retry
             cursor.execute("UPDATE queue SET status = 'running' WHERE status = 'pending' AND stage = 's0'")
             ids = column(session, "SELECT ingress_id FROM queue WHERE status = 'running' LIMIT 64")
             for form, sql in SETTLES.items():
-                plan = explain(session, sql, {'ids': array(ids), 'stages': array(['s0'] * 64), 'errors': array(['x'] * 64),
-                                              'verdicts': array(['failed'] * 64), 'durable': 'off'})
+                plan = explain(session, sql, {'ids': array(ids), 'stages': array(['s0'] * 64), 'durable': 'off',
+                                              'verdicts': array(['failed'] * 64), 'errors': array(['x'] * 64)})
                 assert kinds(plan) == {('Index Scan', 'queue_pkey')}, form
             cursor.execute("UPDATE queue SET status = 'paused', timeout = now() WHERE status = 'running'")
             plan = explain(session, REVIVE, {'held': '{}', 'sweep': False, 'limit': 100, 'key': pepsidispatch.LOCK_KEY})

@@ -279,7 +279,8 @@ def test_b01_rows_inserted_while_a_statement_is_under_way_start_within_a_second(
 
 def test_b02_a_link_that_falls_silent_while_idle_is_found_and_replaced_and_workers_stay(system, link, tmp_path):
     slow = system.script('slow', 'read -r id; while [ ! -e %s/go ]; do sleep 0.02; done; echo 1 late; cat\n' % tmp_path)
-    with run_at(system, link.through(), {'resize': noter(system), 'slow': slow}, poll_interval='1 s') as running:
+    with run_at(system, link.through(), {'resize': noter(system), 'slow': slow}, poll_interval='1 s',
+                worker_idle_timeout='1 h') as running:
         held = system.insert_one('slow')
         assert_prompt(system)
         system.wait_status(held, 'running')
@@ -295,8 +296,8 @@ def test_b02_a_link_that_falls_silent_while_idle_is_found_and_replaced_and_worke
         assert system.row(held).status == 'running'
         (tmp_path / 'go').touch()
         system.wait_status(held, 'failed', 2)
-        assert spawned(running)[:len(workers)] == workers
-        assert not re.search('reaped worker %d ' % workers[0], running.log())
+        assert spawned(running) == workers
+        assert 'reaped' not in running.log()
 
 
 def test_b03_while_a_statement_is_outstanding_on_a_silent_link_everything_else_is_served(system, link, tmp_path):
@@ -421,7 +422,8 @@ def test_b07_a_burst_of_notifications_is_folded_and_costs_no_claim_while_no_stag
 @pytest.mark.parametrize('mode, code', [('transaction', 78), ('session', 0)])
 def test_b08_a_transaction_pooler_is_refused_and_a_pool_of_sessions_is_not(system, pg, mode, code):
     directory = tempfile.mkdtemp(prefix='pepsi-')  # short, for its socket
-    user = pwd.getpwnam('nobody') if os.geteuid() == 0 else None  # it refuses to run as root
+    owner = os.stat(pg.base)  # it refuses to run as root, and must be let in to the server's socket
+    user = pwd.getpwuid(owner.st_uid) if os.geteuid() == 0 else None
     with open(os.path.join(directory, 'ini'), 'w') as file:
         file.write('[databases]\n* = host=%s user=postgres\n[pgbouncer]\npool_mode=%s\nlisten_addr=\n'
                    'unix_socket_dir=%s\nlisten_port=6543\nauth_type=any\nlogfile=\npidfile=\n'
@@ -650,7 +652,7 @@ def test_b50_a_locked_table_only_delays_and_signals_and_watchdogs_are_served_mea
 def test_b50_limits_that_the_database_sets_for_statements_and_locks_do_no_harm(system):
     system.execute("""
         DO $$ BEGIN
-        EXECUTE format('ALTER DATABASE %I SET statement_timeout = 1', current_database());
+        EXECUTE format('ALTER DATABASE %I SET statement_timeout = 100', current_database());
         EXECUTE format('ALTER DATABASE %I SET lock_timeout = 1', current_database());
         EXECUTE format('ALTER DATABASE %I SET idle_in_transaction_session_timeout = 1', current_database());
         EXECUTE format('ALTER DATABASE %I SET default_transaction_isolation = serializable', current_database());

@@ -249,19 +249,19 @@ def test_status_reads_nothing_of_what_is_done(system):
 
 def test_requeue_wakes_an_idle_dispatcher_and_leaves_what_is_running_to_its_worker(system, tmp_path):
     go = str(tmp_path / 'go')
-    with system.run({'a': system.stub('await=' + go), 'b': system.stub()}):
+    with system.run({'a': system.stub('await=' + go), 'b': system.stub()}) as running:
         at_work = system.insert_one('a')
         system.wait_begun(1)
-        fill(system, ['b'])
-        others = system.execute("SELECT ingress_id FROM queue WHERE status = 'running' AND stage = 'b'")
-        before = system.execute("SELECT ctid, * FROM queue WHERE status = 'running' ORDER BY ingress_id")
+        for status in ('failed', 'timeout', 'paused', 'done'):
+            system.execute("INSERT INTO queue (stage, status) VALUES ('b', %s)", status)
+        before = system.execute('SELECT ctid, * FROM queue WHERE ingress_id = %s', at_work)
+        running.wait_log('took over')
         result = call('-c', system.directory + '/pepsi.conf', 'requeue', '--all')
         assert (result.code, result.out) == (0, 'requeued 2 messages\n')
-        system.wait_census(5, done=4, running=2, paused=1)  # a heartbeat is an hour away
-        after = system.execute("SELECT ctid, * FROM queue WHERE status = 'running' ORDER BY ingress_id")
-        assert after == before
-        call('-c', system.directory + '/pepsi.conf', 'requeue', str(at_work), str(others[0][0]))
-        assert system.row(at_work).status == 'running'
+        system.wait_census(5, done=3, running=1, paused=1)  # a heartbeat is an hour away
+        result = call('-c', system.directory + '/pepsi.conf', 'requeue', str(at_work))
+        assert (result.code, result.out) == (0, 'requeued 0 messages\n')
+        assert system.execute('SELECT ctid, * FROM queue WHERE ingress_id = %s', at_work) == before
         (tmp_path / 'go').touch()
         system.wait_status(at_work, 'done')
     assert sorted(system.begun()) == sorted(set(system.begun()))
@@ -281,6 +281,7 @@ def test_requeue_of_thousands_beside_a_busy_dispatcher_runs_each_once_more(syste
 
 def reload(running):
     """Send SIGHUP, wait until it was served, and return what was logged for it."""
+    running.wait_log('started pepsi-dispatch')
     start = len(running.log())
     running.signal(signal.SIGHUP)
     match = running.wait_log('^.*(reloaded .*pepsi.conf|reload refused).*$', start=start)
@@ -381,6 +382,7 @@ def test_another_database_takes_a_restart_and_says_so_without_its_password(syste
 
 def report(running):
     """Send SIGUSR1 and return the lines of the report, without time and level."""
+    running.wait_log('started pepsi-dispatch')
     start = len(running.log())
     running.signal(signal.SIGUSR1)
     running.wait_log('state timer heartbeat', start=start)
@@ -476,14 +478,19 @@ def test_every_line_of_log_json_is_an_object_with_the_same_keys(system):
 
 
 def test_a_long_line_is_cut_at_a_character(system):
-    with system.run({'a': {'PROGRAM': system.stub(), 'PARALLELISM': 1}}) as running:
+    stage = '\U0001f600' * 150
+    with system.run({stage: {'PROGRAM': system.stub(), 'PARALLELISM': 1}}) as running:
         for shift in range(4):
-            system.execute("INSERT INTO queue (stage, state) VALUES ('a', jsonb_build_object('stub', %s::text))",
-                           "fail='%s'" % ('x' * shift + '\U0001f600' * 2000))
+            system.execute("INSERT INTO queue (stage, state) VALUES (%s, jsonb_build_object('stub', %s::text))",
+                           stage, "fail='%s'" % ('x' * shift + '\U0001f600' * 2000))
         system.wait_census(failed=4)
         running.stop()
-        assert '\ufffd' not in running.log()
-        assert running.log().count('\U0001f600' * 100) >= 4
+        lines = [line for line in running.log().splitlines() if ' failed stage=' in line]
+    assert len(lines) == 4
+    for line in lines:
+        assert '\ufffd' not in line
+        assert 'status: 1 ' in line
+        assert len(line.encode()) < 4096  # in one piece into a pipe
 
 
 @pytest.mark.parametrize('options, levels', [
