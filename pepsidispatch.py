@@ -159,6 +159,7 @@ SKIP_LOCKED_S = 1.0  # how long claims skip locked rows once they met one; then 
 REPEATS = 5  # of a statement on 40001 and 40P01
 DEFER_S = (0.3, 30.0)  # before a row is tried again that could not be written, first and longest: locked, a bad row
 
+DEFERRED_LIMIT = 100  # outcomes that cannot be written before they count towards the rows that may be running
 SETTLE_LIMIT = 1000  # outcomes a statement
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
@@ -176,6 +177,7 @@ COOLDOWN_S = (1.0, 30.0, 300.0)  # first, longest while nobody is blamed, longes
 EOF_GRACE_S = 1.0  # between the end of a worker's output and its exit
 FINISH_S = 2.0  # for the last statements of a stop
 SURVIVORS_POLL_S = 0.1
+STRANGERS_FIRST_S, STRANGERS_S = 5.0, 3600.0  # when rows of stages without a section are looked for
 IDLE_FLUSH_S = 1.0  # statistics are written this long after the last flush when nothing is in flight
 LEAST_INTERVAL_S = 0.05  # of heartbeats and flushes, whatever the configuration says: no busy loop
 LONGEST_WAIT_S = 3600.0  # select() takes no infinity
@@ -300,6 +302,13 @@ def quoted(stage: str) -> str:
     return stage if re.match(r'[\w.+/:@-]{1,100}\Z', stage) else '"%s"' % printable(stage).replace('"', '\\"')
 
 
+def without_section(stages: Sequence[str]) -> str:
+    """Say which stages have no section, the first few by name."""
+    names = ', '.join(quoted(stage) for stage in stages[:5])
+    return ('stage %s, which has no section' % names if len(stages) == 1 else
+            '%d stages that have no section: %s%s' % (len(stages), names, ', ...' if len(stages) > 5 else ''))
+
+
 def native(text: str) -> str:
     """Text as the operating system takes it: UTF-8 bytes whatever the locale says."""
     return os.fsdecode(text.encode('utf-8', 'surrogateescape'))
@@ -358,7 +367,7 @@ def parse_time(text: str, zero: bool = False, forever: bool = True) -> float:
         raise ValueError(right)
     seconds = float(match.group(1)) * _UNITS[match.group(2)]
     if seconds == math.inf or (seconds == 0 and not zero):
-        raise ValueError(right + (', not so large' if seconds else ', more than 0'))
+        raise ValueError(('less: ' if seconds else 'more than 0: ') + right)
     return seconds
 
 
@@ -447,7 +456,8 @@ def parse_config(text: str, file: str) -> Config:
     try:
         parser.read_string(text[1:] if text.startswith('\ufeff') else text, source=file)
     except configparser.MissingSectionHeaderError as e:
-        raise Failure(EXIT_CONFIG, '%s: line %d: an option before the first [section]' % (file, e.lineno)) from None
+        raise Failure(EXIT_CONFIG, '%s: line %d: neither a [section] nor a comment, and before the first '
+                      '[section]' % (file, e.lineno)) from None
     except configparser.DuplicateSectionError as e:
         raise Failure(EXIT_CONFIG, '%s: line %s: section [%s] stands there a second time'
                       % (file, e.lineno, printable(e.section))) from None
@@ -469,7 +479,10 @@ def parse_config(text: str, file: str) -> Config:
         if kind not in OPTIONS:
             neighbour = section.startswith('pepsi-')
             hint = nearest(section, ['pepsi-dispatch'] if neighbour else ['pepsi', 'pepsi-dispatch', 'stage-NAME'])
-            if hint or not neighbour:
+            if section.lower() in OPTIONS or re.match(r'(?i)stage[\s_:.-]', section):
+                right = section.lower() if section.lower() in OPTIONS else 'stage-' + section[6:].strip()
+                warnings.append('%s: unknown section [%s]: write [%s]' % (file, shown, printable(right)))
+            elif hint or not neighbour:
                 warnings.append('%s: unknown section [%s]%s' % (file, shown, hint or ', known are [pepsi], '
                                                                 '[pepsi-dispatch] and [stage-NAME]'))
             continue
@@ -478,14 +491,26 @@ def parse_config(text: str, file: str) -> Config:
         for name, value in parser.items(section):
             name = name.upper()
             if name not in known:
-                warnings.append('%s: [%s] unknown option %s%s' % (file, shown, printable(name), nearest(name, known)))
+                where = [other for other in OPTIONS if name in {option.name for option in OPTIONS[other]}]
+                warnings.append('%s: [%s] unknown option %s%s' % (
+                    file, shown, printable(name), ', it belongs into [%s]' % (
+                        where[0] + 'NAME' if where[0] == 'stage-' else where[0]) if where else nearest(name, known)))
                 continue
+            continued = [word for line in value.split('\n')[1:] for word in re.findall(r'^\s*(\w+)\s*[=:]', line)
+                         if word.upper() in known]
+            if continued:
+                errors.append('%s: [%s] %s continues %s, since it is indented: begin it at the margin'
+                              % (file, shown, continued[0].upper(), name))
+                continue
+            if name == 'PROGRAM' and re.search(r'\s[#;]', value):
+                warnings.append('%s: [%s] PROGRAM has a # or ; in it, which begins a comment on a line of its own only'
+                                % (file, shown))
             try:
                 values[name] = known[name].parse(value)
                 raw[section, name] = value
             except ValueError as e:
-                secret = '' if name == 'DATABASE' else " '%s'" % printable(value)
-                errors.append('%s: [%s] %s =%s is wrong: it must be %s' % (file, shown, name, secret, e))
+                given = '(not shown: it may hold a password)' if name == 'DATABASE' else "= '%s'" % printable(value)
+                errors.append('%s: [%s] %s %s is wrong: it must be %s' % (file, shown, name, given, e))
         errors.extend('%s: [%s] %s is missing: %s' % (file, shown, option.name, option.about)
                       for option in OPTIONS[kind] if option.default is None and option.name not in
                       (name.upper() for name in parser.options(section)))
@@ -557,7 +582,8 @@ def load_config(path: Optional[str]) -> Config:
         with open(path, encoding='utf-8') as f:
             return parse_config(f.read(), path)
     except OSError as e:
-        raise Failure(EXIT_CONFIG, 'cannot read %s%s: %s' % (path, source, e.strerror)) from None
+        hint = '; name it with -c or $PEPSI_CONFIG; pepsi-dispatch sample prints one' if 'default' in source else ''
+        raise Failure(EXIT_CONFIG, 'cannot read %s%s: %s%s' % (path, source, e.strerror, hint)) from None
     except UnicodeDecodeError as e:
         raise Failure(EXIT_CONFIG, '%s: not UTF-8 text: byte %d' % (path, e.start)) from None
 
@@ -655,7 +681,8 @@ SESSION = {
     'tcp_user_timeout': '12s',
     'DateStyle': 'ISO', 'IntervalStyle': 'postgres', 'bytea_output': 'hex',
     'jit': 'off', 'enable_seqscan': 'off', 'enable_bitmapscan': 'off', 'enable_hashjoin': 'off',
-    'enable_mergejoin': 'off', 'enable_sort': 'off', 'max_parallel_workers_per_gather': '0',
+    'enable_mergejoin': 'off', 'enable_sort': 'off', 'enable_incremental_sort': 'off',
+    'max_parallel_workers_per_gather': '0',
     'pepsi.dispatcher': 'on',
 }
 
@@ -837,7 +864,7 @@ WITH lost AS MATERIALIZED (
         FROM queue AS q
         WHERE q.ingress_id = ANY (ARRAY(SELECT ingress_id FROM ripe)) AND q.status || '' = 'paused'
         FOR UPDATE SKIP LOCKED))
-      AND status || '' = 'paused' AND timeout <= now()
+      AND status || '' = 'paused' AND coalesce(timeout, 'infinity') <= now()
     RETURNING stage
 )
 SELECT 'lock', NULL, count(*), NULL::float8
@@ -914,6 +941,19 @@ WITH fence AS (
         processing_seconds = s.processing_seconds + excluded.processing_seconds
 )
 SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
+"""
+
+# Stages that have pending rows and no section. A loose index scan: one look for each stage, not one for each row.
+STRANGERS = """
+WITH RECURSIVE found(stage) AS (
+    (SELECT q.stage FROM queue AS q WHERE q.status = 'pending' ORDER BY q.stage LIMIT 1)
+    UNION ALL
+    SELECT (
+        SELECT q.stage FROM queue AS q WHERE q.status = 'pending' AND q.stage > f.stage ORDER BY q.stage LIMIT 1)
+    FROM found AS f
+    WHERE f.stage IS NOT NULL
+)
+SELECT stage FROM found WHERE stage <> ALL (%(stages)s::text[]) LIMIT 100
 """
 
 # requeue: which rows, and how.
@@ -1001,17 +1041,6 @@ WHERE i.indrelid = 'queue'::regclass AND i.indisvalid AND pg_get_expr(i.indpred,
 CHECK_PENDING = """
 SELECT 1
 WHERE pg_get_indexdef(to_regclass(%(index)s)) LIKE '%%(stage, ingress_id)%%pending%%'
-"""
-# A loose index scan: one look for each stage that has pending rows, not one for each row.
-CHECK_STAGES = """
-WITH RECURSIVE found(stage) AS (
-    (SELECT q.stage FROM queue AS q WHERE q.status = 'pending' ORDER BY q.stage LIMIT 1)
-    UNION ALL
-    SELECT (SELECT q.stage FROM queue AS q WHERE q.status = 'pending' AND q.stage > f.stage ORDER BY q.stage LIMIT 1)
-    FROM found AS f
-    WHERE f.stage IS NOT NULL
-)
-SELECT stage FROM found WHERE stage IS NOT NULL LIMIT 100
 """
 CHECK_OLD = """
 SELECT pid, concat_ws(' ', usename, application_name), extract(epoch FROM now() - xact_start)::float8
@@ -1326,7 +1355,9 @@ class Outbox:
         self.sent: Dict[int, Outcome] = {}
         self.deferred: Dict[int, Tuple[float, Outcome]] = {}  # id -> (deadline, outcome)
         self._tries: Dict[int, int] = {}
-        self.unwritten = collections.Counter()  # type: Any  # by stage: ids whose rows are running as far as we know
+        # By stage: ids that are to be written and whose rows are running as far as we know. Not the deferred ones: a
+        # row that somebody has locked stops nobody else, up to DEFERRED_LIMIT of them.
+        self._unwritten = collections.Counter()  # type: Any
 
     def __len__(self) -> int:
         return len(self.fresh) + len(self.sent) + len(self.deferred)
@@ -1339,7 +1370,7 @@ class Outbox:
     def add(self, outcome: Outcome) -> None:
         """Take over an id that left its worker."""
         self.fresh[outcome.id] = outcome
-        self.unwritten[outcome.stage] += outcome.column != 'processed'
+        self._unwritten[outcome.stage] += outcome.column != 'processed'
 
     def take(self, limit: int) -> List[Outcome]:
         """Move up to `limit` fresh outcomes to the sent ones; return them in id order, as rows are locked."""
@@ -1355,8 +1386,12 @@ class Outbox:
         """Give up an id: its commit is known."""
         self._tries.pop(id, None)
         outcome = self.sent.pop(id)
-        self.unwritten[outcome.stage] -= outcome.column != 'processed'
+        self._unwritten[outcome.stage] -= outcome.column != 'processed'
         return outcome
+
+    def unwritten(self, stage: str) -> int:
+        """How many of its rows a stage may claim less, because they are still running."""
+        return self._unwritten[stage] + max(0, len(self.deferred) - DEFERRED_LIMIT)
 
     def defer(self, now: float) -> float:
         """Put off what was sent and not confirmed, longer each time. Returns the deadline of the first."""
@@ -1364,13 +1399,14 @@ class Outbox:
         for id, outcome in self.sent.items():
             tries = self._tries[id] = self._tries.get(id, 0) + 1
             self.deferred[id] = now + min(first * 2 ** min(tries - 1, 20), longest), outcome
+            self._unwritten[outcome.stage] -= outcome.column != 'processed'
         self.sent = {}
         return min((when for when, _ in self.deferred.values()), default=math.inf)
 
     def due(self, now: float) -> float:
         """Make deferred outcomes fresh whose time has come. Returns the deadline of the next; infinity: none."""
         for id in [id for id, (when, _) in self.deferred.items() if when <= now]:
-            self.fresh[id] = self.deferred.pop(id)[1]
+            self.add(self.deferred.pop(id)[1])
         return min((when for when, _ in self.deferred.values()), default=math.inf)
 
     def unsent(self) -> None:
@@ -1382,8 +1418,7 @@ class Outbox:
         """The session is lost: everything is to be sent again. A crash whose failure is not known to be written was
         found during the outage: its message is requeued, not blamed."""
         self.unsent()
-        self.fresh.update((id, outcome) for id, (_, outcome) in self.deferred.items())
-        self.deferred = {}
+        self.due(math.inf)
         for id, outcome in self.fresh.items():
             if outcome.column == 'crashes':
                 self.fresh[id] = Outcome(id, outcome.stage, Row.PENDING, ended=False)
@@ -1799,14 +1834,24 @@ class Replaced(NamedTuple):
     epoch: int
 
 
+def unusable(e: Exception) -> str:
+    """Say what is wrong with the tables, from an error in MISSING, and what helps."""
+    if getattr(e, 'pgcode', None) == '42501':
+        return ('the database role lacks rights: %s; pepsi-dispatch check prints the GRANTs that are missing'
+                % complaint(e))
+    return 'the tables are missing or unusable: %s; run pepsi-dispatch init' % complaint(e)
+
+
 class _Bell:
-    """Stands in for the list of notifications: remembers only that there was one, however many come."""
+    """Stands in for the list of notifications: remembers only that there was one, however many come. Those that our own
+    writes cause, by a trigger of somebody, are no news."""
 
     def __init__(self) -> None:
         self.rung = False
+        self.own = 0  # our server process
 
     def append(self, notify: Any) -> None:
-        self.rung = True
+        self.rung = self.rung or notify.pid != self.own
 
 
 RETRIABLE = frozenset(['40001', '40P01'])  # serialization failure, deadlock
@@ -1881,8 +1926,9 @@ class Queue:
         self._statement: Optional[Statement] = None  # sent, not replied
         self._sent_at = 0.0
         self._repeats = 0
+        self._again = False  # the statement has failed, and is to be sent once more at the deadline
         self._waiting: Optional[Waiting] = None
-        self._backend = 0  # server process of the last session that had the lock
+        self.backend = 0  # server process of the last session that had the lock, for the log
         self._durable = 'on'  # what synchronous_commit is here
         self._failures = 0  # in a row, of getting a session
         self._skip_until = -math.inf  # claims skip locked rows until then
@@ -1907,8 +1953,8 @@ class Queue:
             return self._lose('no connection within %s' % brief(CONNECT_TIMEOUT_S))
         if self._statement is None:
             return self._resume(None)  # a pause is over
-        if not self._conn.isexecuting():
-            return self._send(self._statement)  # once more
+        if self._again:
+            return self._send(self._statement)
         return self._lose('no reply within %s' % brief(self._statement.timeout_s + REPLY_MARGIN_S))
 
     def close(self) -> None:
@@ -1954,6 +2000,10 @@ class Queue:
         params = {'held': array(self._passed_over(held)), 'sweep': sweep, 'limit': RETRY_LIMIT, 'key': LOCK_KEY}
         return self._start('revive', self._reviving(
             Statement(SWEEP, params, SWEEP_TIMEOUT_S) if sweep else Statement(REVIVE, params), list(held)))
+
+    def strangers(self, stages: Iterable[str]) -> List[Any]:
+        """Look for pending rows of other stages; the value of the reply is a list of (stage,)."""
+        return self._start('strangers', self._single(Statement(STRANGERS, {'stages': array(stages)})))
 
     def flush(self, batch: Dict[str, Any]) -> List[Any]:
         """Add a sealed batch of statistics once; the value of the reply is what FLUSH says."""
@@ -2157,16 +2207,17 @@ class Queue:
                 return Replaced(holders[0][4])
             if holders:
                 pid, name, address, since, _ = holders[0]
-                if (pid, name) == (self._backend, self._name_of_session()):  # ours: the server has not noticed
+                if (pid, name) == (self.backend, self._name_of_session()):  # ours: the server has not noticed
                     yield Statement(TERMINATE, {'pid': pid})
                 else:
                     self._waiting = Waiting('%s, server process %d, from %s, since %s'
                                             % (printable(name or 'a session'), pid, address or 'this host', since))
             yield Pause(LOCK_POLL_S)
-        self._backend = self._conn.get_backend_pid()
+        self.backend = self._conn.get_backend_pid()
         yield Statement(LISTEN)
-        [(kept, pid)] = yield Statement(KEPT, {'key': LOCK_KEY, 'channel': CHANNEL})
-        if not kept or (pid != self._backend and shares_session(self._dsn, pid)):
+        [(kept, self._bell.own)] = yield Statement(KEPT, {'key': LOCK_KEY, 'channel': CHANNEL})
+        pid = self._bell.own
+        if not kept or (pid != self.backend and shares_session(self._dsn, pid)):
             yield Statement(UNLOCK)
             raise Failure(EXIT_CONFIG, POOLED)
         if self.epoch is None:
@@ -2200,7 +2251,7 @@ class Queue:
         if self.link is Link.OPENING and self._cursor is None:
             self._cursor = self._conn.cursor()
             return self._resume(None)
-        if self._statement is None:
+        if self._statement is None or self._again:
             return []
         try:
             rows = self._cursor.fetchall() if self._cursor.description else []
@@ -2228,7 +2279,7 @@ class Queue:
         except Failure as e:
             return [e]
         except Unusable as e:
-            return self._lose(str(e))
+            return self._lose('%s; it cannot be written to' % e)
         except (psycopg2.Error, ValueError) as e:
             if self.link is Link.OPENING:
                 return self._refused(e)
@@ -2254,12 +2305,11 @@ class Queue:
     def _refused(self, e: Exception) -> List[Any]:
         """A statement of opening failed: at start missing tables end the program, all else is waited for."""
         if self.epoch is None and getattr(e, 'pgcode', None) in MISSING:
-            return [Failure(EXIT_CONFIG, 'the tables are missing or unusable: %s; run pepsi-dispatch init'
-                            % complaint(e))]
+            return [Failure(EXIT_CONFIG, unusable(e))]
         return self._lose(complaint(e))
 
     def _send(self, statement: Statement) -> List[Any]:
-        self._statement = statement
+        self._statement, self._again = statement, False
         self.statements += 1
         self._sent_at = self._clock()
         self.deadline = self._sent_at + statement.timeout_s + REPLY_MARGIN_S
@@ -2278,6 +2328,7 @@ class Queue:
             return self._lose(complaint(e))
         if code in RETRIABLE and self._repeats < REPEATS:
             self._repeats += 1
+            self._again = True
             self.deadline = self._clock() + random.uniform(0.005, 0.02) * 2 ** self._repeats
             return []  # tick() sends it again
         self._statement = None
@@ -2296,7 +2347,7 @@ class Queue:
         """Forget the connection. Closes our side only: the server finds out by itself."""
         conn, self._conn, self._cursor, self._statement = self._conn, None, None, None
         task, self._task = self._task, None
-        self.link, self.fd, self.writing = Link.AWAY, None, False
+        self.link, self.fd, self.writing, self._again = Link.AWAY, None, False, False
         if task is not None:
             task.close()
         if conn is not None:
@@ -2438,6 +2489,7 @@ class Dispatcher:
         self._survivors = survivors
         self._wait_for_lock = wait_for_lock
         self._system = ''
+        self._evicted: Set[int] = set()  # workers of an earlier dispatcher that were killed
         self._alone = False  # no worker of an earlier dispatcher lives on this host
         self._swept = False  # rows without an owner were reset on this session
         self._revive = False  # a retry is wanted
@@ -2454,14 +2506,15 @@ class Dispatcher:
         self._holder = ''
         self._revived_at = self._flushed_at = self._asked_at = self.now
         self._sweep_at = 0.0  # when the next sweep at a heartbeat is due
-        self._strangers: Any = collections.Counter()  # rows that went to stages that are not configured
+        self._strangers: Set[str] = set()  # stages without a section that have pending rows, as last seen
+        self._seek = False  # they are to be looked for
         self._queue_fd: Optional[Tuple[int, bool]] = None
         self._facts = {Heard: self._heard, Died: self._died, Signalled: self._signalled, Reply: self._replied,
                        Lost: self._lost, Waiting: self._waiting, Taken: self._taken, Replaced: self._replaced,
                        Failure: self._failed}  # type: Dict[type, Callable[[Any], None]]
         self._replies = {'claim': self._claimed, 'settle': self._settled, 'exchange': self._exchanged,
                          'revive': self._revived,
-                         'flush': self._flushed}  # type: Dict[str, Callable[[Any], None]]
+                         'flush': self._flushed, 'strangers': self._met_strangers}  # type: Dict[str, Callable[[Any], None]]
         self._due = {'watchdog': self._watchdog, 'idle': self._idle, 'grace': self._grace, 'eof': self._end_of_file,
                      'cooldown': self._cooled, 'rest': self._rested}  # type: Dict[str, Callable[[Any], None]]
         self._selector.register(signals.fd, selectors.EVENT_READ, signals)
@@ -2474,8 +2527,8 @@ class Dispatcher:
 
     def run(self) -> int:
         """Turn until stopped. Returns the exit code; leaves no child, whatever happens."""
-        log.info('started pepsi-dispatch %s pid=%d stages=%d workers<=%d', __version__, os.getpid(), len(self.pools),
-                 sum(p.config.parallelism for p in self.pools.values()))
+        log.info('started pepsi-dispatch %s pid=%d config=%s stages=%d workers<=%d', __version__, os.getpid(),
+                 printable(self.config.file), len(self.pools), sum(p.config.parallelism for p in self.pools.values()))
         try:
             while self.phase is not Phase.STOPPED:
                 self.turn()
@@ -2630,7 +2683,8 @@ class Dispatcher:
         self._forget(worker)
         released = sum(not o.ended for o in outcomes)
         quiet = asked or worker.doom or stopping
-        log.log(logging.INFO if quiet else logging.WARNING, 'reaped worker %d stage=%s: %s after %s and %d answers%s',
+        level = logging.DEBUG if asked and not fact.status else logging.INFO if quiet else logging.WARNING
+        log.log(level, 'reaped worker %d stage=%s: %s after %s and %d answers%s',
                 worker.pid, quoted(stage), how, brief(self.now - worker.born), worker.answers,
                 ', its ids go back: %d' % released if released else '')
         if asked or stopping or outage:
@@ -2742,9 +2796,9 @@ class Dispatcher:
 
     def _report(self) -> None:
         """Write the state of everything to the log."""
-        log.info('state phase=%s link=%s epoch=%s claimed=%d unwritten=%d turns=%d statements=%d%s', self.phase.value,
-                 self.queue.link.value, self.queue.epoch, sum(len(p.ready) for p in self.pools.values()),
-                 len(self.outbox), self.turns, self.queue.statements,
+        log.info('state phase=%s link=%s server_process=%s epoch=%s claimed=%d unwritten=%d turns=%d statements=%d%s',
+                 self.phase.value, self.queue.link.value, self.queue.backend, self.queue.epoch,
+                 sum(len(p.ready) for p in self.pools.values()), len(self.outbox), self.turns, self.queue.statements,
                  ' trouble: ' + '; '.join(sorted(text for _, known in self._troubles.values() for text in known))
                  if self._troubles else '')
         for name, pool in sorted(self.pools.items()):
@@ -2817,11 +2871,14 @@ class Dispatcher:
         """Before any row is reset: end the workers that a dispatcher before us left behind, and see them gone."""
         survivors = self._survivors(self._system, self.queue.epoch)
         for pid in survivors:
-            log.warning('killing process %d: a worker of an earlier dispatcher', pid)
+            if pid not in self._evicted:
+                log.warning('killing process %d: a worker of an earlier dispatcher; nothing is claimed while it lives',
+                            pid)
+            self._evicted.add(pid)
             try:
                 os.kill(pid, signal.SIGKILL)
-            except OSError as e:
-                log.error('cannot kill process %d: %s; nothing is claimed while it lives', pid, e.strerror)
+            except OSError:  # it has gone, or is somebody else's: it will find its input closed
+                pass
         self._alone = not survivors
         if survivors:
             self.timers.set('survivors', self.now + SURVIVORS_POLL_S)
@@ -2858,7 +2915,7 @@ class Dispatcher:
 
     def _replied(self, fact: Reply) -> None:
         name = fact.name
-        where = {'flush': 'statistics', 'revive': 'retry'}.get(name, 'queue')
+        where = {'flush': 'statistics', 'revive': 'retry', 'strangers': 'strangers'}.get(name, 'queue')
         if fact.error is None:
             self._failures.pop(where, None)
             self._well(where)
@@ -2866,9 +2923,12 @@ class Dispatcher:
             first, longest = FAILURE_S
             when = self.now + min(first * 2 ** min(self._failures[where], 20), longest)
             self._failures[where] += 1
-            verb = {'exchange': 'settle and claim', 'flush': 'write statistics', 'revive': 'retry'}.get(name, name)
+            verb = {'exchange': 'settle and claim', 'flush': 'write statistics', 'revive': 'retry',
+                    'strangers': 'look for stages without a section'}.get(name, name)
             self._ill(where, 'cannot %s: %s; trying again until it works' % (verb, complaint(fact.error)))
-            if name == 'flush':  # what nobody waits for holds up nothing else
+            if name == 'strangers':
+                pass  # in an hour
+            elif name == 'flush':  # what nobody waits for holds up nothing else
                 self._flush, self._flush_after = False, when
             elif name == 'revive' and not self._sweeping:
                 self._retry_at(when)
@@ -2960,14 +3020,24 @@ class Dispatcher:
         """A row that we gave up is pending: there is a reason to look for it."""
         pool = self.pools.get(row.stage or '')
         if pool is None:
-            self._strangers[row.stage] += 1
-            if self._strangers[row.stage] == 1:
-                log.warning('no section [stage-%s]: rows of that stage wait, the first is %d',
-                            printable(row.stage or ''), row.id)
+            if row.stage not in self._strangers:
+                self.timers.soonest('strangers', self.now)
         elif row.stage == outcome.stage and outcome.ended and not row.written:  # it re-enters its own stage
             self._rest(row.id)
         else:
             pool.look(row.id)
+
+    def _on_strangers(self) -> None:
+        self._seek = True
+        self.timers.set('strangers', self.now + STRANGERS_S)
+
+    def _met_strangers(self, rows: Optional[List[Tuple[str]]]) -> None:
+        if rows is None:
+            return
+        found = {stage for stage, in rows if stage not in self.pools}
+        if found - self._strangers:
+            log.warning('rows wait at %s', without_section(sorted(found)))
+        self._strangers = found
 
     def _rest(self, id: int) -> None:
         """Hold an id for a while that would run again at once: a loop must not be a hot one."""
@@ -3000,7 +3070,7 @@ class Dispatcher:
             log.info('reset %d rows that were running without an owner', count['reset'])
         if count['lost'] > count['reset']:
             self.timers.soonest('sweep', self.now + SWEEP_AGAIN_S)
-        self.timers.soonest('locked', self.queue.parked_until())
+        self.timers.soonest('sweep' if self._sweeping else 'locked', self.queue.parked_until())
         if count['ripe'] > count['retried']:
             self._retry_at(self.now + SWEEP_AGAIN_S)
         elif count['ripe'] == RETRY_LIMIT:
@@ -3013,6 +3083,7 @@ class Dispatcher:
                 pool.look()
             self._sweep_at = self.now + (self.now - self._asked_at) / SWEEP_SHARE
             self._swept, self._sweeping = True, False
+            self.timers.soonest('strangers', self.now + STRANGERS_FIRST_S)
 
     def _flushed(self, rows: Optional[List[Tuple[Optional[int], int, int]]]) -> None:
         if rows is None:
@@ -3189,6 +3260,9 @@ class Dispatcher:
                 self._ask_revive(True)
         elif self._revive and self.phase is Phase.SERVING:
             self._ask_revive(self._sweep)
+        elif self._seek and self.phase is Phase.SERVING:
+            self._seek = False
+            self._from_queue(queue.strangers(self.pools))
         elif self._flush and self.stats:
             self._from_queue(queue.flush(self.stats.seal(queue.epoch)))
         elif rooms:
@@ -3207,7 +3281,7 @@ class Dispatcher:
         """The pools that are worth a claim now, and how many ids each can take."""
         if self.phase is not Phase.SERVING or not self._swept or 'look' in self.timers:
             return []
-        rooms = [(pool, pool.worth_claiming(self.now) - self.outbox.unwritten[pool.config.name])
+        rooms = [(pool, pool.worth_claiming(self.now) - self.outbox.unwritten(pool.config.name))
                  for pool in self.pools.values() if pool.looking]
         return [(pool, room) for pool, room in rooms if room > 0]
 
@@ -3273,6 +3347,8 @@ class Session:
             options.update(psycopg2.extensions.parse_dsn(config.database))
             options['application_name'] = 'pepsi-dispatch ' + command
             self.conn = psycopg2.connect(**options)
+            self.ask("SET lock_timeout = '3s'")
+            self.conn.commit()
         except psycopg2.Error as e:
             raise Failure(EXIT_UNAVAILABLE, 'cannot reach the database: %s' % complaint(e)) from None
 
@@ -3300,7 +3376,10 @@ class Session:
 def failure_of(e: psycopg2.Error) -> Failure:
     """What a failed statement of a one-shot command means to the operator."""
     if e.pgcode in MISSING:
-        return Failure(EXIT_CONFIG, 'the tables are missing or unusable: %s; run pepsi-dispatch init' % complaint(e))
+        return Failure(EXIT_CONFIG, unusable(e))
+    if e.pgcode == LOCKED:
+        return Failure(EXIT_UNAVAILABLE, 'a table is locked by another session (see pg_locks); nothing was changed, '
+                                         'try again')
     lasting = (e.pgcode or '')[:2] in ('22', '23', '42')  # data, constraints, names and rights
     return Failure(EXIT_CONFIG if lasting else EXIT_UNAVAILABLE, 'the database refused: %s; nothing was changed'
                    % complaint(e))
@@ -3309,7 +3388,6 @@ def failure_of(e: psycopg2.Error) -> Failure:
 def init(config: Config) -> int:
     """Create what is missing, in one transaction. Raises Failure if the database cannot be reached or refuses."""
     with Session(config, 'init') as session:
-        session.ask('SET lock_timeout = %(ms)s', ms=10000)
         session.ask(SCHEMA)
     log.info('created what was missing')
     return EXIT_OK
@@ -3325,7 +3403,11 @@ def requeue(config: Config, ids: Optional[Sequence[int]], stage: Optional[str], 
         else:
             number = len(session.ask(REQUEUE, **params))
             session.ask('NOTIFY ' + CHANNEL)
-    print('%s %d message%s' % ('would requeue' if dry_run else 'requeued', number, '' if number == 1 else 's'))
+    of = '' if ids is None else ' of %d' % len(set(ids))
+    print('%s %d%s message%s%s' % (
+        'would requeue' if dry_run else 'requeued', number, of, '' if (len(set(ids)) if ids else number) == 1 else 's',
+        '; the others are not failed or timeout' if ids and number < len(set(ids)) else
+        ': none at stage %s is failed or timeout' % quoted(stage) if stage is not None and not number else ''))
     return EXIT_OK
 
 
@@ -3455,32 +3537,43 @@ def as_prometheus(seen: Dict[str, Any]) -> str:
     return '\n'.join(lines)
 
 
-def as_table(seen: Dict[str, Any], rates: Dict[str, float], colour: bool) -> str:
-    """For people. `rates` in passes a second since the look before; empty: there was none."""
+def as_table(seen: Dict[str, Any], rates: Dict[str, float], colour: bool, columns: int = 120, rows: int = 0) -> str:
+    """For people. `rates` in passes a second by stage, empty: not known; `rows` of the screen, 0: no matter."""
     def paint(code: str, text: str) -> str:
         return '\033[%sm%s\033[0m' % (code, text) if colour and text.strip(' 0-') else text
 
     d = seen['dispatcher']
-    lines = [paint('32', 'dispatcher pid %s on %s, epoch %s, since %s' % (d['pid'], d['host'], d['epoch'], d['since']))
+    lines = [paint('32', 'dispatcher pid %s on %s, epoch %s, connected since %s' % (
+                 d['pid'], d['host'], d['epoch'], d['since'] or '(not visible to this role)'))
              if d else paint('31;1', 'no dispatcher is running')]
+    stages = seen['stages']
+    if rows and len(stages) > rows - 5:  # the busy ones first
+        stages = dict(sorted(stages.items(), key=lambda item: (not any(item[1][status] for status in STATUSES)))
+                      [:max(rows - 6, 1)])
     names = {stage: name if len(name) <= 40 else name[:26] + '...' + name[-11:]
-             for stage, name in ((stage, quoted(stage)) for stage in seen['stages'])}
+             for stage, name in ((stage, quoted(stage)) for stage in stages)}
     width = max([5] + [len(name) for name in names.values()])
     heads = ('PENDING', 'RUNNING', 'PAUSED', 'FAILED', 'TIMEOUT', 'OLDEST', 'WORKERS', 'PROCESSED')
     lines.append(('%-*s' % (width, 'STAGE') + ''.join(' %9s' % head for head in heads)
                   + ('   RATE/s' if rates else '')).rstrip())
-    most = max([1] + [row['pending'] for row in seen['stages'].values()])
-    for stage, row in seen['stages'].items():
+    most = max([1] + [row['pending'] for row in stages.values()])
+    bar = min(20, columns - width - 92)
+    for stage, row in stages.items():
         age = '-' if row['oldest_pending_seconds'] is None else brief(row['oldest_pending_seconds'])
         cells = ['%-*s' % (width, names[stage]), '%9d' % row['pending'], paint('36', '%9d' % row['running']),
                  '%9d' % row['paused'], paint('31', '%9d' % row['failed']), paint('31', '%9d' % row['timeout']),
                  '%9s' % age, '%9d' % row['workers'], '%9d' % row['processed']]
         if rates:
-            cells.append('%8.1f %s' % (rates.get(stage, 0.0), '#' * (20 * row['pending'] // most)))
+            cells.append('%8.1f %s' % (rates.get(stage, 0.0), '#' * (bar * row['pending'] // most if bar > 2 else 0)))
         lines.append(' '.join(cells).rstrip())
+    if len(stages) < len(seen['stages']):
+        lines.append('... and %d more' % (len(seen['stages']) - len(stages)))
     due_s = seen['next_due_seconds']
-    lines.append('%d passes, %d messages out; next retry %s' % (
-        seen['totals']['stages'], seen['totals']['messages'], 'in ' + brief(due_s) if due_s is not None else 'none'))
+    lines.append('counted so far: %d passes, %d messages out; next retry: %s' % (
+        seen['totals']['stages'], seen['totals']['messages'],
+        'none' if due_s is None else 'in ' + brief(due_s) if due_s else 'overdue'))
+    if any(row['pending'] and row['oldest_pending_seconds'] is None for row in stages.values()):
+        lines.append('OLDEST needs track_commit_timestamp = on in postgresql.conf, and a restart of the server')
     return '\n'.join(lines)
 
 
@@ -3501,7 +3594,9 @@ def status(config: Config, form: str, watch: bool) -> int:
             continue
         rates.note({stage: row['processed'] for stage, row in seen['stages'].items()}, time.monotonic())
         if form == 'table':
-            text = as_table(seen, rates.values if watch else {}, colour)
+            screen = shutil.get_terminal_size((120, 50))
+            text = as_table(seen, rates.values if watch else {}, colour, screen.columns,
+                            screen.lines if watch and sys.stdout.isatty() else 0)
             print('\033[H' + text.replace('\n', '\033[K\n') + '\033[J' if watch and sys.stdout.isatty() else text)
         else:
             print(as_json(seen) if form == 'json' else as_prometheus(seen))
@@ -3575,11 +3670,12 @@ def check(path: Optional[str], verbose: bool) -> int:
         check_config(found, config, verbose)
         with Session(config, 'check') as session:
             session.conn.autocommit = True
-            check_session(found, session, config)
+            writable = check_session(found, session, config)
             check_tables(found, session)
             if check_rights(found, session):
                 check_queue(found, session, config)
-                check_wake_up(found, session, config)
+                if writable:
+                    check_wake_up(found, session, config)
     except Failure as e:
         for line in e.lines:
             found.note('error', line)
@@ -3596,10 +3692,14 @@ def check_config(found: Findings, config: Config, verbose: bool) -> None:
         print_effective(config)
     for stage in config.stages.values():
         problem = program_problem(stage.program[0])
+        gone = [word for word in stage.program[1:] if word.startswith('/') and not os.path.exists(word)]
+        shown = ' '.join(map(shlex.quote, stage.program))
         if problem:
-            found.note('error', 'stage %s: PROGRAM %s: %s' % (quoted(stage.name), stage.program[0], problem))
+            found.note('error', 'stage %s: PROGRAM %s: %s' % (quoted(stage.name), shown, problem))
+        elif gone:
+            found.note('warning', 'stage %s: PROGRAM %s: there is no %s' % (quoted(stage.name), shown, gone[0]))
         else:
-            found.ok('stage %s: PROGRAM %s' % (quoted(stage.name), stage.program[0]))
+            found.ok('stage %s: PROGRAM %s' % (quoted(stage.name), shown))
 
 
 def print_effective(config: Config) -> None:
@@ -3628,8 +3728,8 @@ def program_problem(program: str) -> Optional[str]:
     return None
 
 
-def check_session(found: Findings, session: Session, config: Config) -> None:
-    """The server, and whether a session keeps what it sets."""
+def check_session(found: Findings, session: Session, config: Config) -> bool:
+    """The server, and whether a session keeps what it sets. Returns whether it can write."""
     [(version, number, pid, recovering, read_only)] = session.ask(CHECK_SERVER)
     if int(number) < 130000:
         found.note('warning', 'server: PostgreSQL %s; tested are 13 and later' % version)
@@ -3652,6 +3752,7 @@ def check_session(found: Findings, session: Session, config: Config) -> None:
         found.note('warning', text)
     else:
         found.ok(text)
+    return not (recovering or read_only)
 
 
 def check_tables(found: Findings, session: Session) -> None:
@@ -3711,15 +3812,15 @@ def check_queue(found: Findings, session: Session, config: Config) -> None:
                    "CREATE INDEX CONCURRENTLY queue_pending ON queue (stage, ingress_id) WHERE status = 'pending';")
     else:
         found.ok('claim: its plan uses the partial index')
+        strangers = [stage for stage, in session.ask(STRANGERS, stages=array(config.stages))]
+        if strangers:
+            found.note('warning', 'queue: rows are pending at %s' % without_section(strangers))
     for name, index in (('paused', 'queue_paused ON queue (timeout)'),
                         ('RUNNING', 'queue_unfinished ON queue (upper(status), stage)')):
         if not session.ask(CHECK_PARTIAL, status='%' + name + '%'):
             where = "status = 'paused'" if name == 'paused' else "upper(status) IN ('RUNNING', 'FAILED', 'TIMEOUT')"
             found.note('warning', 'queue: no partial index finds the %s rows: looking for them reads the whole table'
                        % name.lower(), 'CREATE INDEX CONCURRENTLY %s WHERE %s;' % (index, where))
-    for stage, in session.ask(CHECK_STAGES):
-        if stage not in config.stages:
-            found.note('warning', 'queue: rows are pending at stage %s, which has no section' % quoted(stage))
     for pid, who, seconds in session.ask(CHECK_OLD, limit=OLD_TRANSACTION_S):
         found.note('warning', 'vacuum: held back by a transaction of server process %d (%s), open for %s; claims slow '
                    'down until it ends' % (pid, who, brief(seconds)), 'SELECT pg_terminate_backend(%d);' % pid)
@@ -3872,7 +3973,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         arguments = docopt(__doc__, argv=None if argv is None else list(argv), version='pepsi-dispatch ' + __version__)
     except DocoptExit as e:
-        print(e.usage.strip(), file=sys.stderr)
+        words = ' '.join(map(printable, sys.argv[1:] if argv is None else argv))
+        print('pepsi-dispatch: cannot make sense of: %s\n%s' % (words, e.usage.strip()), file=sys.stderr)
         return EXIT_USAGE
     set_up_log(arguments)
     try:

@@ -10,8 +10,8 @@ the former two in bulk by a loop that knows all ids. Dispatcher and limit take t
 what counts is the ratio, pair by pair. Modes: durable; relaxed, where the workers do not wait for the disk
 (synchronous_commit off); alone, where workers answer without a database, so that only the dispatcher is at work and
 there is no limit. Without --full it is PARALLELISM 4 only for all but one durable stage. --no-fsync: the server does
-not wait for the disk either. CPU times are on-CPU times of all processes of a kind between the first 10 and the last 5
-% of a run, in microseconds a pass; statements are the dispatcher's, each is one round trip.
+not wait for the disk either. CPU times are on-CPU times of all processes of a kind between the first 10 and the last 5 %
+of a run, in microseconds a pass; statements are the dispatcher's, each is one round trip.
 """
 import collections
 import os
@@ -22,7 +22,6 @@ import time
 
 import bench
 import pepsidispatch
-import support
 
 TICK_S = 0.005  # between two looks at the counters: a worker's pipe holds far more than it does in that time
 DEPTH = 1000  # ids in the pipe of a worker of the limit
@@ -88,12 +87,13 @@ class Loops:
 class Rig:
     """One configuration: a database, a dispatcher with its workers, and the workers of the limit; a context manager."""
 
-    def __init__(self, server, directory, stages, parallelism, queue_limit, mode):
+    def __init__(self, server, directory, stages, parallelism, queue_limit, mode, limit=True, name='throughput'):
+        """limit: whether the limit is to be measured, too. name: of the database."""
         self._server = server
         self._names = ['s%d' % i for i in range(stages)]
         self._alone = mode == 'alone'
         self._parallelism = parallelism
-        dsn = bench.make_database(server, 'throughput')
+        dsn = bench.make_database(server, name)
         self._connection = bench.connect(dsn)
         self._cursor = self._connection.cursor()
         self._shared = bench.Shared(directory)
@@ -105,12 +105,15 @@ class Rig:
             dsn_of_workers = dsn
         commands = [self._shared.command(dsn_of_workers, sync, following)
                     for following in self._names[1:] + [None]]
-        self.loops = None if self._alone else Loops(commands, parallelism)
-        self.dispatcher = bench.Dispatcher(directory, dsn, {
-            name: {'PROGRAM': command, 'PARALLELISM': parallelism, 'QUEUE_LIMIT': queue_limit, 'MAX_MESSAGES': 0}
-            for name, command in zip(self._names, commands)})
+        self.loops = Loops(commands, parallelism) if limit and not self._alone else None
+        self.dispatcher = bench.Dispatcher(directory, dsn, self.stages(
+            commands, PARALLELISM=parallelism, QUEUE_LIMIT=queue_limit, MAX_MESSAGES=0))
         self._cursor.execute('SET synchronous_commit = off')  # ours is no part of the measurement
         self._cursor.execute('CHECKPOINT')
+
+    def stages(self, commands, **options):
+        """Return the stages for the configuration."""
+        return {name: dict(options, PROGRAM=command) for name, command in zip(self._names, commands)}
 
     def __enter__(self):
         return self
@@ -208,8 +211,7 @@ class Bulk:
             hungry = stage < last and not self._waiting[stage + 1]
             if len(self._advanced[stage]) >= BULK or (self._advanced[stage] and hungry):
                 ids, self._advanced[stage] = self._advanced[stage], []
-                self._update(ids, 'running', 'pending')
-                self._update(ids, 'pending', 'running')
+                self._update(ids, 'running', 'pending', 'running')
                 self._waiting[stage + 1].extend(ids)
             if stage == 0 and self._fresh and len(waiting) < BULK:
                 ids = [self._fresh.popleft() for _ in range(min(BULK, len(self._fresh)))]
@@ -217,9 +219,12 @@ class Bulk:
                 waiting.extend(ids)
             self._loops.feed(stage, waiting)
 
-    def _update(self, ids, before, after):
-        self._cursor.execute('UPDATE queue SET status = %s WHERE ingress_id = ANY (%s::bigint[]) AND status = %s',
-                             (after, pepsidispatch.array(ids), before))
+    def _update(self, ids, *statuses):
+        # In one transaction: the idle dispatcher must not see them pending.
+        array = pepsidispatch.array(ids)
+        self._cursor.execute(';'.join(
+            self._cursor.mogrify('UPDATE queue SET status = %s WHERE ingress_id = ANY (%s::bigint[]) AND status = %s',
+                                 (after, array, before)).decode() for before, after in zip(statuses, statuses[1:])))
 
 
 def measure(server, options, stages, parallelism, queue_limit, mode):

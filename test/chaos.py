@@ -162,7 +162,8 @@ class World:
                 del stages[name]
             else:
                 stages[name].update(options)
-        return write_config(self.directory, 'host=127.0.0.1 port=%d user=dispatch dbname=chaos' % self.link.port, stages,
+        database = 'host=127.0.0.1 port=%d user=dispatch dbname=chaos' % self.link.port
+        return write_config(self.directory, database, stages,
                             max_runtime='30 s', worker_idle_timeout='2 s', poll_interval='1 s', config_file=workers,
                             stats_interval='%g s' % STATS_S, stop_timeout='%g s' % STOP_S)
 
@@ -236,8 +237,8 @@ class World:
     def insert(self, items):
         """Queue messages, [(stage, steps, Plan)]; return their ids."""
         ids = [id for id, in self.sql(
-            'INSERT INTO queue (stage, state) SELECT t.stage, t.state::jsonb'
-            ' FROM unnest(%s::text[], %s::text[]) WITH ORDINALITY AS t(stage, state, n) ORDER BY n RETURNING ingress_id',
+            'INSERT INTO queue (stage, state) SELECT t.stage, t.state::jsonb FROM unnest(%s::text[], %s::text[])'
+            ' WITH ORDINALITY AS t(stage, state, n) ORDER BY n RETURNING ingress_id',
             [stage for stage, _, _ in items], [json.dumps({'stub': steps}) for _, steps, _ in items])]
         self.plans.update(zip(ids, (plan for _, _, plan in items)))
         return ids
@@ -394,11 +395,10 @@ def ordinary(rng):
     if dice < 0.90:
         at = rng.randrange(3)
         number = rng.randint(1, 255)
-        return 'a', {full[at]: "fail='%d no luck'" % number}, Plan(full[:at], ('failed',), 'status: %d no luck' % number,
-                                                                   full[at])
+        return ('a', {full[at]: "fail='%d no luck'" % number},
+                Plan(full[:at], ('failed',), 'status: %d no luck' % number, full[at]))
     if dice < 0.93:
-        return 'a', {rng.choice('bc'): 'sleep=0.2' if rng.random() < 0.5 else 'sleep=0.1'} and {
-            'a': 'sleep=0.15 advance=b'}, Plan(full)
+        return 'a', {'b': 'sleep=%.2f advance=c' % rng.uniform(0.05, 0.25)}, Plan(full)
     if dice < 0.96:
         return 'a', {'a': 'fused=b:0.001 advance=c'}, Plan(('a', 'c'), fused=('b',))
     if dice < 0.98:
@@ -1120,7 +1120,7 @@ def running_rows_are_locked(w):
 @contextlib.contextmanager
 def bad_row(w, id, status):
     """A row cannot be set to a status."""
-    w.sql('CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE \'not this one\'; END $$;'
+    w.sql('CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE $m$not this one$m$; END $$;'
           "CREATE TRIGGER refuse BEFORE UPDATE ON queue FOR EACH ROW WHEN (NEW.ingress_id = %d AND NEW.status = '%s')"
           ' EXECUTE FUNCTION refuse()' % (id, status))
     try:
@@ -1243,15 +1243,18 @@ def notifications_pour(w):
 
 # operators
 
-def touch(w, statement, final):
-    """Do something to rows that are under way; returns their ids."""
+def touch(w, statement, final, effects=()):
+    """Do something to rows that are under way, which may then also end with a status in `final` and after passes at the
+    stages in `effects`; return how many there were."""
     w.insert([('b', {'b': 'sleep=0.05 advance=c'}, Plan(('b', 'c')))] * 20)
     for _ in range(1000):
         begin = time.monotonic()
         ids = [id for id, in w.sql(statement)]
         if ids:
             for id in ids:
-                w.plans[id] = w.plans[id]._replace(final=tuple(set(w.plans[id].final) | set(final)), loose=True)
+                plan = w.plans[id]
+                w.plans[id] = plan._replace(final=tuple(set(plan.final) | set(final)), loose=True,
+                                            effects=tuple(plan.effects) + tuple(effects))
             w.note('operator', begin, REPEATS, ids=frozenset(ids), end=time.monotonic() + 30)
             return '%d rows' % len(ids)
     raise NoEffect('no such rows')
@@ -1290,8 +1293,8 @@ def operator_makes_running_rows_pending(w):
 
 @fault
 def operator_moves_running_rows(w):
-    return touch(w, "UPDATE queue SET stage = 'c' WHERE ingress_id IN %s AND stage <> 'c' RETURNING ingress_id"
-                 % RUNNING, ('done',))
+    return touch(w, "UPDATE queue SET stage = 'c' WHERE ingress_id IN %s RETURNING ingress_id"
+                 % RUNNING.replace(", 'c'", ''), ('done',), ('c',))
 
 
 @fault
@@ -1441,7 +1444,9 @@ def configuration_changes_while_the_database_is_away(w):
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 def choose(rng, number, kinds=None, quick=False):
-    """Return the names of `number` faults, every kind as often as the others, as far as that goes; quick: few slow ones.
+    """Return the names of `number` faults, each kind once before any comes twice.
+
+    kinds: of these only. quick: only one of those that take 5 s and more.
     """
     names = kinds or list(KINDS)
     chosen = []
@@ -1512,8 +1517,8 @@ def finish(world, patience_s):
         wait_until(lambda: not world.unfinished(), patience_s)
     except AssertionError:
         bad += ['stuck: %s' % (row,) for row in world.sql(
-            "SELECT ingress_id, stage, status, timeout - now() FROM queue WHERE status IN ('pending', 'running', 'paused')"
-            ' ORDER BY 1 LIMIT 20')]
+            "SELECT ingress_id, stage, status, timeout - now() FROM queue"
+            " WHERE status IN ('pending', 'running', 'paused') ORDER BY 1 LIMIT 20")]
     wait_until(lambda: not world.dispatcher.workers(), 20, 'the end of idle workers')
     bad += ['zombie: %s' % process for process in world.dispatcher.zombies()]
     world.check_files()
@@ -1556,8 +1561,8 @@ def check(world):
 def summarize(world, messages, seed, seconds):
     kinds = collections.Counter(name for name, _, _ in world.reports)
     latencies = sorted(world.latencies)
-    return ('seed %d: %d messages (%d in all), %d executions, %d faults of %d kinds, %.0f s; executed again: %s; a fresh'
-            ' message after a fault took %.2f s (median), %.2f s (95 %%), %.2f s (most); dispatchers: %d'
+    return ('seed %d: %d messages (%d in all), %d executions, %d faults of %d kinds, %.0f s; executed again: %s; a'
+            ' fresh message after a fault took %.2f s (median), %.2f s (95 %%), %.2f s (most); dispatchers: %d'
             % (seed, messages, len(world.plans), sum(e.what == 'begin' for e in world.events), len(world.reports),
                len(kinds), seconds, dict(world.repeats) or 'none', latencies[len(latencies) // 2],
                latencies[int(len(latencies) * 0.95)], latencies[-1], len(world.others) + 1))

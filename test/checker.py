@@ -1,15 +1,17 @@
 """What must be true after a run with faults: nothing is lost, nothing runs twice at once, the right message is blamed.
 
 Pure: compares what was planned for each message with its row, with the effects that its passes committed, with the
-execution log of the stages and with what was done to the system meanwhile. Every check returns complaints, one line each.
+execution log of the stages and with what was done to the system meanwhile. Every check returns complaints, one line
+each.
 """
 import collections
 import json
-from typing import Any, Dict, NamedTuple
+from typing import Any, NamedTuple
 
 Event = collections.namedtuple('Event', 'time pid stage id what')
 
-# What an incident explains. Executions are those that it met: they had begun, and had not begun again, when it happened.
+# What an incident explains. It concerns the executions that it met: they had begun, and had not begun again, when it
+# happened.
 REPEATS = 'repeats'  # they may have been executed once more
 DEAD = 'dead'  # ... if they did not end
 CRASH = 'crash'  # the head of line of each of its pids may have failed with 'crash:'
@@ -55,7 +57,7 @@ def read_log(path):
 
 def find_lives(events):
     """Return the executions in the log, in the order of their begins."""
-    lives, current = [], {}  # type: Any, Dict[int, int]
+    lives, current = [], {}
     for event in events:
         if event.what == 'begin':
             current[event.pid] = len(lives)
@@ -70,7 +72,7 @@ def check_twice(events, lives):
     """Nothing runs twice at once: no execution begins while another one of the same message is under way."""
     bad = ['message %d was executed twice at once: by %d at %s, %.3f' % (e.id, e.pid, e.stage, e.time)
            for e in events if e.what == 'double']
-    last = {}  # type: Dict[int, Life]
+    last = {}
     for life in lives:
         before = last.get(life.id)
         if before is not None and before.end is not None and before.end > life.begin:
@@ -97,7 +99,7 @@ def check_blame(plans, rows, lives, incidents):
     Returns complaints and the set of those that failed for no fault of theirs.
     """
     bad, killed, blamed = [], {}, set()
-    last = {}  # type: Dict[int, Life]
+    last = {}
     for life in lives:
         last[life.pid] = life
     bereft = [i for i in incidents if CRASH in i.explains and i.pids is None]
@@ -145,9 +147,12 @@ def check_effects(plans, effects):
 
 
 def explain(first, second, incidents):
-    """Return the incident that explains that the execution `first` was followed by `second` at the same stage."""
+    """Return the incident that explains that the execution `first` was followed by `second` at the same stage.
+
+    What was committed is repeated only where somebody did something to just that message.
+    """
     for incident in incidents:
-        if incident.ids is not None and first.id not in incident.ids:
+        if first.commit is not None if incident.ids is None else first.id not in incident.ids:
             continue
         if incident.begin <= second.begin and incident.end >= first.begin and (
                 REPEATS in incident.explains or (DEAD in incident.explains and first.end is None)):
@@ -158,7 +163,7 @@ def explain(first, second, incidents):
 def check_repeats(plans, lives, incidents):
     """Every execution beyond the planned ones has its reason."""
     bad, count = [], collections.Counter()
-    last = {}  # type: Dict[Any, Life]
+    last = {}
     for life in lives:
         key = life.id, life.stage
         plan = plans.get(life.id, Plan())

@@ -158,8 +158,8 @@ class Proxy:
 
     def _patience(self):
         now = time.monotonic()
-        due = [half.chunks[0][0] - now for link in self._links if not link.frozen for half in link.halves if half.chunks]
-        return min((seconds for seconds in due if seconds > 0), default=None)  # what is due waits for room
+        due = [half.chunks[0][0] for link in self._links if not link.frozen for half in link.halves if half.chunks]
+        return min((when - now for when in due if when > now), default=None)  # what is due waits for room
 
     def _obey(self):
         try:

@@ -701,6 +701,7 @@ class World:
         self.lock_held_until = 0.0
         self.losses = 0
         self.violations = 0
+        self.stopped_s = 0.0  # how long the dispatcher was stopped
         self.kills = 0  # SIGKILLs of the dispatcher
         self.hasty = False  # what comes within a millisecond comes while the dispatcher is busy with its turn
         self.survivors = 0  # looks of the dispatcher until those of an earlier one are gone
@@ -717,7 +718,7 @@ class World:
         self._sent = {}  # id -> Outcome, of the settlement under way
         self.config = module.parse_config(config, '/pepsi.conf')
         self.born_with = {}  # pid -> StageConfig
-        self.most = {}  # stage -> workers, ids that may be in flight under any configuration so far
+        self.most = {}  # stage -> PARALLELISM, QUEUE_LIMIT: the most under any configuration so far
         self.longest_grace_s = 0.0
         self._note_limits()
         self.table = Table(self)
@@ -738,10 +739,8 @@ class World:
     def _note_limits(self):
         self.longest_grace_s = max(self.longest_grace_s, self.config.stop_timeout_s)
         for name, stage in self.config.stages.items():
-            workers, ids = self.most.get(name, (0, 0))
-            workers = max(workers, stage.parallelism)
-            # Note: old workers finish beside the new ones, and old ids may be more than the new limit.
-            self.most[name] = workers, max(ids, workers * stage.queue_limit)
+            workers, limit = self.most.get(name, (0, 0))  # old workers finish beside the new ones, with the old limit
+            self.most[name] = max(workers, stage.parallelism), max(limit, stage.queue_limit)
 
     # what the fakes use
 
@@ -1007,10 +1006,10 @@ class World:
                 raise Broken('cap: worker %d holds %d ids' % (worker.pid, len(worker.inflight)))
             if config.max_messages and worker.handed > config.max_messages:
                 raise Broken('cap: worker %d got %d ids in its life' % (worker.pid, worker.handed))
-        most_workers, most_ids = self.most[stage]
+        most_workers, most_limit = self.most[stage]
         if len(pool.workers) > most_workers:
             raise Broken('cap: %d workers of stage %s' % (len(pool.workers), stage))
-        if in_flight + len(pool.ready) > most_ids:
+        if in_flight + len(pool.ready) > most_workers * most_limit:
             raise Broken('cap: %d ids of stage %s are running' % (in_flight + len(pool.ready), stage))
         if pool.breaker.cooling:
             if pool.ready and (self.now < pool.breaker.until or not serving):
@@ -1095,11 +1094,11 @@ class World:
 
     def run(self, seconds=None, until=None, limit_s=100.0):
         """Turn for some time, or until a condition holds, which has to come within limit_s."""
-        deadline = self.now + (limit_s if seconds is None else seconds)
+        deadline = self.now + (limit_s if seconds is None else seconds) - self.stopped_s
         if seconds is not None:
             self.after(seconds, lambda: self.signals.send(signal.SIGCHLD))  # do not sleep beyond it
         while not (until and until()) and self.dispatcher.phase is not self.m.Phase.STOPPED:
-            if self.now >= deadline:
+            if self.now >= deadline + self.stopped_s:
                 if seconds is None:
                     raise Broken('waits: %g s in vain' % limit_s)
                 return
@@ -1535,7 +1534,9 @@ class History(World):
             self.random.choice(self.children).exit(-signal.SIGKILL)
 
     def _do_stop_the_dispatcher(self, id):
-        self.now += self.random.choice([0.3, 10.0])  # SIGSTOP, SIGCONT
+        seconds = self.random.choice([0.3, 10.0])  # SIGSTOP, SIGCONT
+        self.now += seconds
+        self.stopped_s += seconds
         self._since = {}
 
     def _do_notify(self, id):

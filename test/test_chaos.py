@@ -15,6 +15,7 @@ import psycopg2
 import pytest
 from checker import CRASH, DEAD, REPEATS, UNCOUNTED, Incident, Plan
 from proxy import Proxy
+from support import wait_until
 
 MESSAGES, FAULTS = 1000, 30
 
@@ -154,7 +155,7 @@ def test_slow_link_delays_both_directions(proxy, client):
     assert speak(client, 0.2) is None
     client.settimeout(5)
     assert client.recv(100) == b'hello'
-    assert proxy.delayed == 10
+    wait_until(lambda: proxy.delayed == 10)
 
 
 def test_dropped_link_is_reset(proxy, client):

@@ -270,7 +270,7 @@ def test_a_slow_stage_spreads_over_its_workers_at_once(system):
     ended = [e[0] for e in system.events('end')]
     assert len({e[1] for e in system.events()}) == 4
     assert max(begun) < min(ended)  # all at the same time
-    assert max(ended) - min(begun) < 1.9
+    assert max(ended) - min(begun) < 3
 
 
 def test_a_stage_that_became_slow_spreads_over_its_workers(system):
@@ -280,7 +280,7 @@ def test_a_stage_that_became_slow_spreads_over_its_workers(system):
         slow = system.insert('resize', 12, stub='sleep=0.3')
         system.wait_census(done=52)
     times = [e[0] for e in system.events() if e[3] in slow]
-    assert max(times) - min(times) < 12 * 0.3 * 0.6  # not one after the other
+    assert max(times) - min(times) < 12 * 0.3 * 0.75  # not one after the other
 
 
 def test_a_quick_stage_with_a_light_load_uses_one_worker(system):
@@ -297,7 +297,7 @@ def test_a_hanging_stage_delays_no_other(system):
         system.wait_begun(4)
         system.wait_status(system.insert_one('resize'), 'done')  # the worker is there
         for _ in range(5):
-            system.wait_status(system.insert_one('resize'), 'done', 1)
+            system.wait_status(system.insert_one('resize'), 'done', 3)
 
 
 # -- the life of a row -------------------------------------------------------------------------------------------------
@@ -801,7 +801,7 @@ def test_a_pending_row_that_somebody_locked_delays_no_other_and_runs_when_it_is_
     with locking(system, 'UPDATE queue SET state = state WHERE ingress_id = ANY (%s)', [ids[0], ids[10]]) as unlock:
         with system.run({'resize': {'PROGRAM': system.stub(), 'PARALLELISM': 1}}) as running:
             system.wait_census(5, done=28, pending=2)
-            system.wait_status(system.insert_one('resize'), 'done', 2)
+            system.wait_status(system.insert_one('resize'), 'done', 4)
             assert 'ERROR' not in running.log()
             unlock()
             system.wait_census(8, done=31)
@@ -827,9 +827,9 @@ def test_watchdog_and_signals_are_served_while_the_whole_table_is_locked(system)
         id = system.insert_one('resize')
         system.wait_begun(1)
         with locking(system, 'LOCK TABLE queue IN ACCESS EXCLUSIVE MODE'):
-            running.wait_log('killing worker', 3)
+            running.wait_log('killing worker', 5)
             running.signal(signal.SIGUSR1)
-            running.wait_log('state stage=resize', 2)
+            running.wait_log('state stage=resize', 5)
         system.wait_status(id, 'timeout', 5)
 
 
@@ -893,7 +893,7 @@ def test_20000_rows_due_at_one_instant_delay_no_other_stage(system):
                        " SELECT 'held', 'paused', now() + interval '500 ms' FROM generate_series(1, 20000)")
 
         def deliver_and_count():
-            system.wait_status(system.insert_one('resize'), 'done', 2)
+            system.wait_status(system.insert_one('resize'), 'done', 4)
             return system.census() == {'done': len(system.begun()), 'pending': 20000}
 
         wait_until(deliver_and_count, 60)

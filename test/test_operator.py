@@ -245,6 +245,104 @@ def test_status_reads_nothing_of_what_is_done(system):
     assert {'STATUS_ROWS', 'STATUS_OLDEST', 'STATUS_TOTALS'} <= set(looked)
 
 
+@contextlib.contextmanager
+def locked(system, statement):
+    """Hold locks in another session, by a statement."""
+    with contextlib.closing(psycopg2.connect(system.dsn)) as connection:
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+            yield
+
+
+def test_status_and_requeue_do_not_wait_for_a_lock_for_ever(system):
+    config = system.write_config({'a': 'true'})
+    id = system.insert_one('a')
+    system.execute("UPDATE queue SET status = 'failed'")
+    with locked(system, 'LOCK TABLE queue'):
+        status = subprocess.Popen(PYTHON + [DISPATCHER, '-c', config, 'status'], stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE)
+        requeue = call('-c', config, 'requeue', '--all', timeout_s=20)
+        out, err = status.communicate(timeout=20)
+    assert (status.returncode, out) == (69, b'')
+    assert b'lock' in err
+    assert (requeue.code, requeue.out) == (69, '')
+    assert 'lock' in requeue.err
+    assert system.row(id).status == 'failed'
+
+
+@pytest.mark.parametrize('rows, columns', [(12, 80), (24, 100), (8, 60)])
+def test_status_watch_fits_a_small_terminal(system, rows, columns):
+    for number in range(30):
+        system.insert('stage%d' % number, number + 1)
+    config = system.write_config({'a': 'true'})
+    with Terminal('-c', config, 'status', '--watch', rows=rows, columns=columns) as terminal:
+        screen = terminal.wait_screens(2)[1].replace('\033[K', '').replace('\r', '')
+        terminal.type('\x03')
+        terminal.wait()
+    lines = screen.rstrip('\n').split('\n')
+    assert lines[0].startswith('no dispatcher')  # nothing was scrolled away
+    assert len(lines) <= rows
+    assert max(map(len, lines)) <= max(columns, 87)  # the numbers stay, the bar goes
+    assert re.search(r'\d+ more', screen)
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+def test_check_of_a_read_only_database_says_just_that(system):
+    config = system.write_config({'a': 'true'})
+    result = call('-c', config, 'check', env={'PGOPTIONS': '-c default_transaction_read_only=on'})
+    assert result.code == 1
+    [line] = [line for line in (result.out + result.err).splitlines() if 'ok: ' not in line]
+    assert 'read-only' in line
+    assert 'refused' not in line
+
+
+def test_check_names_many_stages_without_a_section_in_one_line(system):
+    for number in range(25):
+        system.insert('stage%d' % number, 2)
+    result = call('-c', system.write_config({'a': 'true'}), 'check')
+    assert result.code == 0
+    [line] = [line for line in result.out.splitlines() if line.startswith('warning')]
+    assert '25' in line
+    assert 'stage0' in line
+
+
+@pytest.mark.parametrize('command', ['run', 'status', 'requeue --all'])
+def test_a_role_that_lacks_rights_is_told_so_and_not_to_run_init(system, command):
+    system.execute('CREATE ROLE lacking LOGIN')
+    try:
+        config = write_config(system.directory, system.dsn.replace('user=postgres', 'user=lacking'), {'a': 'true'})
+        result = call('-c', config, *command.split())
+        assert result.code == 78
+        [line] = [line for line in result.err.splitlines() if 'ERROR' in line]
+        assert 'permission denied' in line
+        assert 'check' in line
+        assert 'init' not in line
+    finally:
+        system.execute('DROP ROLE lacking')
+
+
+TRAPS = {
+    'a comment behind a value': ('[stage-a]\nPROGRAM = true # quick\n', ['PROGRAM', '#']),
+    'an option that is indented': ('[stage-a]\nPROGRAM = true\n  PARALLELISM = 1\n', ['PROGRAM', 'PARALLELISM']),
+    'a capital': ('[Stage-a]\nPROGRAM = true\n', ['[Stage-a]', '[stage-a]']),
+    'a blank': ('[stage a]\nPROGRAM = true\n', ['[stage a]', '[stage-a]']),
+    'capitals': ('[PEPSI]\n[stage-a]\nPROGRAM = true\n', ['[PEPSI]', '[pepsi]']),
+    'an option of another section': ('[stage-a]\nPROGRAM = true\nSTOP_TIMEOUT = 1\n',
+                                     ['STOP_TIMEOUT', '[stage-a]', '[pepsi-dispatch]']),
+}
+
+
+@pytest.mark.parametrize('trap', sorted(TRAPS))
+def test_a_trap_in_the_configuration_is_pointed_out(trap):
+    text, words = TRAPS[trap]
+    try:
+        lines = pepsidispatch.parse_config(text, 'pepsi.conf').warnings
+    except pepsidispatch.Failure as error:
+        lines = error.lines
+    assert [line for line in lines if all(word in line for word in words)], lines
+
+
 # -- requeue -----------------------------------------------------------------------------------------------------------
 
 def test_requeue_wakes_an_idle_dispatcher_and_leaves_what_is_running_to_its_worker(system, tmp_path):
@@ -265,6 +363,16 @@ def test_requeue_wakes_an_idle_dispatcher_and_leaves_what_is_running_to_its_work
         (tmp_path / 'go').touch()
         system.wait_status(at_work, 'done')
     assert sorted(system.begun()) == sorted(set(system.begun()))
+
+
+@pytest.mark.parametrize('text', ['', '\n'])
+def test_requeue_of_an_empty_input_requeues_nothing(system, text):
+    system.execute("INSERT INTO queue (stage, status) SELECT 'a', 'failed' FROM generate_series(1, 5)")
+    done = subprocess.run(PYTHON + [DISPATCHER, '-c', system.write_config({'a': 'true'}), 'requeue', '-'],
+                          input=text.encode(), stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert re.match(rb'requeued 0\b', done.stdout)
+    assert system.census() == {'failed': 5}
 
 
 def test_requeue_of_thousands_beside_a_busy_dispatcher_runs_each_once_more(system):
@@ -302,6 +410,7 @@ def test_a_reload_of_the_same_file_replaces_no_worker(system):
 def test_a_reload_says_which_options_have_changed_and_how(system):
     with system.run({'a': {'PROGRAM': system.stub(), 'PARALLELISM': 3}, 'b': {'PROGRAM': 'true', 'MAX_RUNTIME': '7 s'}},
                     max_runtime='5 min') as running:
+        running.wait_log('took over')
         system.write_config({'a': {'PROGRAM': system.stub(), 'PARALLELISM': 2}, 'c': 'true',
                              'b': {'PROGRAM': 'true', 'MAX_RUNTIME': '7 s'}}, max_runtime='1 h')
         log = reload(running)
@@ -535,10 +644,31 @@ def test_a_failed_statement_that_is_repeated_is_logged_once_until_it_works_again
 
 def test_many_rows_of_a_stage_that_is_not_configured_are_one_line(system):
     with system.run({'a': system.stub('advance=nowhere')}) as running:
-        ids = system.insert('a', 50)
+        system.insert('a', 50)
         system.wait_census(pending=50)
-        wait_until(lambda: {row[0] for row in system.execute('SELECT stage FROM queue')} == {'nowhere'})
+        wait_until(lambda: system.execute('SELECT DISTINCT stage FROM queue') == [('nowhere',)])
         running.stop()
         [line] = [line for line in running.log().splitlines() if 'nowhere' in line and ' DEBUG ' not in line]
-        assert '[stage-nowhere]' in line
-        assert re.search(r'\b(%s)\b' % '|'.join(map(str, ids)), line)
+    assert 'WARNING' in line
+    assert 'section' in line
+
+
+def test_a_trickle_of_messages_leaves_no_trace_in_the_log_for_each(system):
+    with Running(system.write_config({'a': system.stub()}, worker_idle_timeout=0), options=()) as running:
+        for _ in range(5):
+            system.wait_status(system.insert_one('a'), 'done')
+            wait_until(lambda: not running.workers())
+        assert 'reaped' not in running.log()
+        assert len(running.log().splitlines()) == 2
+
+
+def test_rows_that_somebody_queues_for_a_stage_without_a_section_are_reported_once(system):
+    with system.run({'a': system.stub()}, poll_interval='200 ms') as running:
+        running.wait_log('took over')
+        system.insert('nowhere', 3)
+        start = running.wait_log('WARNING.*nowhere').end()
+        for _ in range(3):
+            system.wait_status(system.insert_one('a'), 'done')
+            system.insert('nowhere', 3)
+        time.sleep(0.7)  # no proof by itself: three heartbeats
+        assert 'nowhere' not in running.log()[start:]

@@ -296,6 +296,25 @@ def test_an_outcome_that_cannot_be_written_delays_no_other_and_is_written_later(
     delayed(module, trouble)
 
 
+@pytest.mark.parametrize('trouble', ['locked', 'bad'])
+def test_a_few_outcomes_that_cannot_be_written_do_not_stop_a_small_stage(trouble, module=pepsidispatch):
+    with make(module, stage(PARALLELISM=1, QUEUE_LIMIT=1)) as world:
+        def program(child):
+            while True:
+                id = yield READ
+                if id is None:
+                    return 0
+                if len(getattr(world.table, trouble)) < 3:
+                    getattr(world.table, trouble)[id] = world.now + 100
+                child.say(b'3 id=%d no\n' % id, ('fail', id, 3))
+
+        world._program = program
+        rows = [world.table.insert('a') for _ in range(10)]
+        world.run(until=lambda: sum(world.table.rows[id].status == 'failed' for id in rows) == 7, limit_s=10)
+        world.run(until=all_are(world, 'done', 'failed'), limit_s=200)
+        world.stop()
+
+
 def delayed(module, trouble):
     """Row 1 is locked, or a trigger refuses our write to it, while its outcome is to be written."""
     def program(child):

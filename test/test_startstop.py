@@ -207,7 +207,7 @@ def test_an_idle_dispatcher_stops_at_once_with_0(system, number):
         before = time.monotonic()
         running.signal(number)
         assert running.wait() == 0
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < 4  # the grace is longer
         assert not running.family()
     assert system.totals() == (1, 1)
 
@@ -305,7 +305,7 @@ def test_a_stage_in_cooldown_does_not_hold_up_a_stop(system):
         running.wait_log('cooling')
         before = time.monotonic()
         assert running.stop() == 0
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < 4  # the grace is longer
     assert system.census() == {'pending': 3}
 
 
@@ -584,7 +584,7 @@ def test_sighup_while_a_stage_cools_down_tries_the_repaired_program_at_once(syst
         running.wait_log('cooling stage=a for 4 s')
         system.write_config({'a': system.stub()})
         reload(running)
-        system.wait_status(id, 'done', 2.5)
+        system.wait_status(id, 'done', 3.5)  # the cooldown is longer
 
 
 def test_sigusr1_writes_the_state_of_the_pools_to_the_log(system):
@@ -607,7 +607,7 @@ def test_a_storm_of_signals_does_no_harm(system):
             running.signal(signal.SIGCHLD)
             running.signal(signal.SIGUSR1)
         system.wait_census(done=50)
-        system.wait_status(system.insert_one('a'), 'done', 2)
+        system.wait_status(system.insert_one('a'), 'done', 5)
     assert sorted(system.begun()) == sorted(set(system.begun()))
 
 
