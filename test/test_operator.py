@@ -102,14 +102,15 @@ def test_status_is_a_table_of_one_narrow_line_a_stage_whatever_stages_are_called
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ, PYTHONUTF8='1'))
     assert (result.returncode, result.stderr) == (1, b'')
     text = result.stdout.decode('utf-8')
-    lines = text.split('\n')[:-1]
-    assert len(lines) == 2 + len(HOSTILE) + 1 + 1  # the dispatcher, heads; the stages; the totals
     assert all(char.isprintable() or char == '\n' for char in text)
+    lines = text.split('\n')[:-1]
     assert lines[1].split() == ['STAGE', 'PENDING', 'RUNNING', 'PAUSED', 'FAILED', 'TIMEOUT', 'OLDEST', 'WORKERS',
                                 'PROCESSED']
-    assert [line for line in lines if re.match(r'plain +1 +1 +1 +1 +1 +- +0 +1$', line)]
+    stages = [line for line in lines if re.search(r' 1 +1 +1 +1 +1 +- +0 +1$', line)]
+    assert len(set(stages)) == len(HOSTILE)
+    assert [line for line in stages if re.match('plain +1 ', line)]
     assert max(map(len, lines)) < 160  # the longest name takes no screen to itself
-    assert len({line for line in lines if line}) == len(lines)
+    assert len(lines) < len(HOSTILE) + 10
 
 
 @pytest.mark.parametrize('form', ['', '--json', '--prometheus'])
@@ -282,8 +283,9 @@ def test_status_watch_fits_a_small_terminal(system, rows, columns):
     lines = screen.rstrip('\n').split('\n')
     assert lines[0].startswith('no dispatcher')  # nothing was scrolled away
     assert len(lines) <= rows
-    assert max(map(len, lines)) <= max(columns, 87)  # the numbers stay, the bar goes
+    assert max(map(len, lines)) <= max(columns, 97)  # the numbers stay, the bar goes
     assert re.search(r'\d+ more', screen)
+    assert re.search(r'^stage29 +30 ', screen, re.MULTILINE)  # who has most to do is not among those left out
 
 
 # -- check -------------------------------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ def test_requeue_wakes_an_idle_dispatcher_and_leaves_what_is_running_to_its_work
         assert (result.code, result.out) == (0, 'requeued 2 messages\n')
         system.wait_census(5, done=3, running=1, paused=1)  # a heartbeat is an hour away
         result = call('-c', system.directory + '/pepsi.conf', 'requeue', str(at_work))
-        assert (result.code, result.out) == (0, 'requeued 0 messages\n')
+        assert (result.code, result.out[:11]) == (0, 'requeued 0 ')
         assert system.execute('SELECT ctid, * FROM queue WHERE ingress_id = %s', at_work) == before
         (tmp_path / 'go').touch()
         system.wait_status(at_work, 'done')
