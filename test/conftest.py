@@ -33,8 +33,8 @@ _servers: List[cluster.Cluster] = []  # that of the fixture pg, while there is o
 _numbers = itertools.count(1)
 
 
-LONG = {'test_bench', 'test_chaos', 'test_demo', 'test_docs', 'test_faults_database', 'test_faults_process', 'test_faults_workers',
-        'test_operator', 'test_planted', 'test_simulation', 'test_script', 'test_supervisor', 'test_sweep'}
+LONG = {'test_bench', 'test_chaos', 'test_demo', 'test_docs', 'test_faults_database', 'test_faults_process',
+        'test_faults_workers', 'test_operator', 'test_planted', 'test_simulation', 'test_script', 'test_supervisor', 'test_sweep'}
 
 
 def pytest_collection_modifyitems(items):

@@ -759,6 +759,7 @@ def test_stage_names_differ_by_case(system):
 
 # -- much of it --------------------------------------------------------------------------------------------------------
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_20000_messages_pass_three_stages_exactly_once_each(system):
     def descriptors():
@@ -886,6 +887,7 @@ done
             assert system.counts() == {'resize': Counts(0, 1, 0, 0), 'dying': Counts(0, 1, 0, 0)}
 
 
+@pytest.mark.long
 def test_20000_rows_due_at_one_instant_delay_no_other_stage(system):
     with system.run({'held': {'PROGRAM': system.stub(), 'PARALLELISM': 0}, 'resize': system.stub('--blind')}):
         system.wait_status(system.insert_one('resize'), 'done')
