@@ -502,15 +502,15 @@ def parse_config(text: str, file: str) -> Config:
                 errors.append('%s: [%s] %s continues %s, since it is indented: begin it at the margin'
                               % (file, shown, continued[0].upper(), name))
                 continue
-            if name == 'PROGRAM' and re.search(r'\s[#;]', value):
-                warnings.append('%s: [%s] PROGRAM has a # or ; in it, which begins a comment on a line of its own only'
-                                % (file, shown))
             try:
                 values[name] = known[name].parse(value)
                 raw[section, name] = value
             except ValueError as e:
                 given = '(not shown: it may hold a password)' if name == 'DATABASE' else "= '%s'" % printable(value)
                 errors.append('%s: [%s] %s %s is wrong: it must be %s' % (file, shown, name, given, e))
+            if name == 'PROGRAM' and any(word[:1] in ('#', ';') for word in values.get(name, ())):
+                warnings.append('%s: [%s] PROGRAM has a # or ; in it, which begins a comment on a line of its own only'
+                                % (file, shown))
         errors.extend('%s: [%s] %s is missing: %s' % (file, shown, option.name, option.about)
                       for option in OPTIONS[kind] if option.default is None and option.name not in
                       (name.upper() for name in parser.options(section)))
@@ -2528,7 +2528,7 @@ class Dispatcher:
     def run(self) -> int:
         """Turn until stopped. Returns the exit code; leaves no child, whatever happens."""
         log.info('started pepsi-dispatch %s pid=%d config=%s stages=%d workers<=%d', __version__, os.getpid(),
-                 printable(self.config.file), len(self.pools), sum(p.config.parallelism for p in self.pools.values()))
+                 printable(os.path.abspath(self.config.file)), len(self.pools), sum(p.config.parallelism for p in self.pools.values()))
         try:
             while self.phase is not Phase.STOPPED:
                 self.turn()
@@ -3551,9 +3551,9 @@ def as_table(seen: Dict[str, Any], rates: Dict[str, float], colour: bool, column
                  d['pid'], d['host'], d['epoch'], d['since'] or '(not visible to this role)'))
              if d else paint('31;1', 'no dispatcher is running')]
     stages = seen['stages']
-    if rows and len(stages) > rows - 5:  # the busy ones first
-        stages = dict(sorted(stages.items(), key=lambda item: (not any(item[1][status] for status in STATUSES)))
-                      [:max(rows - 6, 1)])
+    if rows and len(stages) > rows - 5:  # those with the most to see
+        shown = sorted(stages, key=lambda stage: -sum(stages[stage][key] for key in STATUSES + ('workers',)))
+        stages = {stage: stages[stage] for stage in sorted(shown[:max(rows - 6, 1)])}
     names = {stage: name if len(name) <= 40 else name[:26] + '...' + name[-11:]
              for stage, name in ((stage, quoted(stage)) for stage in stages)}
     width = max([5] + [len(name) for name in names.values()])
@@ -3573,7 +3573,7 @@ def as_table(seen: Dict[str, Any], rates: Dict[str, float], colour: bool, column
     if len(stages) < len(seen['stages']):
         lines.append('... and %d more' % (len(seen['stages']) - len(stages)))
     due_s = seen['next_due_seconds']
-    lines.append('counted so far: %d passes, %d messages out; next retry: %s' % (
+    lines.append('counted so far: %d passes, %d messages out; next retry %s' % (
         seen['totals']['stages'], seen['totals']['messages'],
         'none' if due_s is None else 'in ' + brief(due_s) if due_s else 'overdue'))
     if any(row['pending'] and row['oldest_pending_seconds'] is None for row in stages.values()):
@@ -3898,9 +3898,12 @@ class LogHandler(logging.Handler):
         stamp = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created)) + '.%03d' % record.msecs
         if not self._json:
             return '%s%-7s %s' % (stamp + ' ' if self._stamp else '', record.levelname, record.getMessage())
-        text = record.getMessage()[:self.LIMIT // 8]  # a character may become six bytes, and must not be cut
-        return json.dumps({'time': stamp, 'level': record.levelname.lower(), 'pid': record.process, 'message': text},
-                          sort_keys=True)
+        fields = {'time': stamp, 'level': record.levelname.lower(), 'pid': record.process,
+                  'message': record.getMessage()}
+        line = json.dumps(fields, sort_keys=True)
+        if len(line) >= self.LIMIT:  # a character may become twelve, and none must be cut
+            line = json.dumps(dict(fields, message=record.getMessage()[:self.LIMIT // 13]), sort_keys=True)
+        return line
 
     def _write(self, record: logging.LogRecord) -> None:
         """Write one line, or raise OSError. Cuts what is too long between two characters."""
@@ -3967,7 +3970,7 @@ def dispatch_command(arguments: Dict[str, Any]) -> int:
         form = 'json' if arguments['--json'] else 'prometheus' if arguments['--prometheus'] else 'table'
         return status(config, form, arguments['--watch'])
     if arguments['requeue']:
-        return requeue(config, ids or None, arguments['--stage'], arguments['--dry-run'])
+        return requeue(config, ids if arguments['ID'] else None, arguments['--stage'], arguments['--dry-run'])
     return run(config, not arguments['--no-wait'])
 
 

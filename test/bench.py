@@ -11,6 +11,7 @@ Absolute figures depend on the machine and on what else it does: the ratios of r
 """
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import psutil
 import psycopg2
@@ -134,12 +136,11 @@ def median(values):
 @contextlib.contextmanager
 def drawing(file):
     """Yield pyplot and write what was drawn with it to a file; yields None where that is not wanted or possible."""
-    pyplot = None
+    pyplot: Any = None
     if file:
         try:
-            import matplotlib
-            matplotlib.use('svg')
-            from matplotlib import pyplot
+            importlib.import_module('matplotlib').use('svg')
+            pyplot = importlib.import_module('matplotlib.pyplot')
         except ImportError:
             print('no matplotlib here: %s is not drawn' % file, file=sys.stderr)
     yield pyplot

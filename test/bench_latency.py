@@ -241,7 +241,7 @@ def main(arguments):
                     bench.print_json(bench='latency', case=case, since=since, quantile=share,
                                      samples=len(values['dispatcher']), dispatcher_ms=ours, listener_ms=least,
                                      ratio=ratio, target=target, verdict=verdict)
-    bench.print_table('INSERT to the worker\'s reading of the id, ms',
+    bench.print_table("INSERT to the worker's reading of the id, ms",
                       ['case', 'since', '', 'samples', 'dispatcher', 'listener', 'ratio', 'target', ''], rows)
     with bench.drawing(options.svg) as pyplot:
         if pyplot:

@@ -61,9 +61,9 @@ def measure_workers(server, options):
         with bench.temporary_directory() as directory, Rig(server, directory, 0, parallelism, mode, 4) as rig:
             messages = max(10 * parallelism, int(rig.warm_up() * options.seconds))
             results = [rig.dispatch(messages) for _ in range(options.pairs)]
-            yield ('workers: passes/s, %s' % mode, parallelism, bench.median(r['passes_s'] for r in results), None, None,
-                   None, bench.median(r['dispatcher_us'] for r in results),
-                   bench.median(r['server_us'] for r in results))
+            rate, ours, server_us = (bench.median(result[name] for result in results)
+                                     for name in ('passes_s', 'dispatcher_us', 'server_us'))
+            yield 'workers: passes/s, %s' % mode, parallelism, rate, None, None, None, ours, server_us
 
 
 def measure_memory(server, options):

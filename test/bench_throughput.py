@@ -10,12 +10,11 @@ the former two in bulk by a loop that knows all ids. Dispatcher and limit take t
 what counts is the ratio, pair by pair. Modes: durable; relaxed, where the workers do not wait for the disk
 (synchronous_commit off); alone, where workers answer without a database, so that only the dispatcher is at work and
 there is no limit. Without --full it is PARALLELISM 4 only for all but one durable stage. --no-fsync: the server does
-not wait for the disk either. CPU times are on-CPU times of all processes of a kind between the first 10 and the last 5 %
-of a run, in microseconds a pass; statements are the dispatcher's, each is one round trip.
+not wait for the disk either. CPU times are on-CPU times of all processes of a kind between the first 10 and the
+last 5 % of a run, in microseconds a pass; statements are the dispatcher's, each is one round trip.
 """
 import collections
 import os
-import statistics
 import subprocess
 import sys
 import time

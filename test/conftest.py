@@ -34,7 +34,8 @@ _numbers = itertools.count(1)
 
 
 LONG = {'test_bench', 'test_chaos', 'test_demo', 'test_docs', 'test_faults_database', 'test_faults_process',
-        'test_faults_workers', 'test_operator', 'test_planted', 'test_simulation', 'test_script', 'test_supervisor', 'test_sweep'}
+        'test_faults_workers', 'test_operator', 'test_planted', 'test_simulation', 'test_script', 'test_supervisor',
+        'test_sweep'}
 
 
 def pytest_collection_modifyitems(items):

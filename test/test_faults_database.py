@@ -184,7 +184,7 @@ def role(system, pg):
     with contextlib.closing(psycopg2.connect(system.dsn)) as connection:
         connection.autocommit = True
         with connection.cursor() as cursor:
-            wait_until(lambda: cursor.execute("SELECT 1 FROM pg_stat_activity WHERE usename = %s", [name])
+            wait_until(lambda: cursor.execute('SELECT 1 FROM pg_stat_activity WHERE usename = %s', [name])
                        or not cursor.fetchall())
             cursor.execute('DROP OWNED BY %s; DROP ROLE %s' % (name, name))
 
@@ -382,7 +382,7 @@ def test_b05_rows_inserted_around_reconnects_and_starts_never_wait_for_the_heart
                                    + SESSION.replace('%%', '%'))
                 before = time.monotonic()
                 inserted[system.insert_one('resize')] = before
-            wait_until(lambda: set(system.begun()) == set(inserted), 10)  # noqa: B023 - called at once
+            wait_until(lambda: set(system.begun()) == set(inserted), 10)
     assert len(inserted) == 80
     assert delays(system, inserted)[-1] < 4
     assert len(system.begun()) == 80
@@ -460,8 +460,8 @@ def test_b08_a_transaction_pooler_is_refused_and_a_pool_of_sessions_is_not(syste
         pooler.wait()
         shutil.rmtree(directory)
     # Its sessions end when they find that it is gone.
-    wait_until(lambda: not system.execute("SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
-                                          " AND pid <> pg_backend_pid()"))
+    wait_until(lambda: not system.execute('SELECT 1 FROM pg_stat_activity WHERE datname = current_database()'
+                                          ' AND pid <> pg_backend_pid()'))
 
 
 def test_b09_300000_notifications_are_dropped_within_seconds_and_take_no_memory(system):
@@ -498,7 +498,7 @@ def test_b11_b49_b56_any_error_and_any_loss_at_any_statement_only_delays(system,
         running.wait_log('took over')
         codes = CODES[:5] if where == 'flush' else CODES
         for number, code in enumerate(codes, 1):
-            system.execute("DELETE FROM fault; INSERT INTO fault VALUES (%s, 1); SELECT setval('fault_count', 1, false)",
+            system.execute('DELETE FROM fault; INSERT INTO fault VALUES (%s, 1); ALTER SEQUENCE fault_count RESTART',
                            code)
             id = system.insert_one('a', stub={'b': ['pause=0.05', 'fail=at-last']})
             row = system.wait_status(id, 'failed')
@@ -825,7 +825,8 @@ def test_a_database_that_refuses_sessions_for_a_while_is_waited_for(system, role
 
 DAMAGES = {  # at run time, and its repair
     'table renamed': ('ALTER TABLE queue RENAME TO gone', 'ALTER TABLE gone RENAME TO queue'),
-    'column dropped': ('ALTER TABLE stage_stats RENAME crashes TO gone', 'ALTER TABLE stage_stats RENAME gone TO crashes'),
+    'column dropped': ('ALTER TABLE stage_stats RENAME crashes TO gone',
+                       'ALTER TABLE stage_stats RENAME gone TO crashes'),
     'right revoked': ('REVOKE UPDATE (status) ON queue FROM {role}', 'GRANT UPDATE (status) ON queue TO {role}'),
     'rights revoked': ('REVOKE ALL ON dispatch_stats FROM {role}',
                        'GRANT SELECT, INSERT, UPDATE ON dispatch_stats TO {role}'),
@@ -943,7 +944,7 @@ def test_b53_a_hanging_and_a_broken_stage_with_a_huge_backlog_delay_no_other(sys
         while time.monotonic() < end:
             before = time.monotonic()
             inserted[system.insert_one('resize')] = before
-            wait_until(lambda: len(system.begun()) > len(inserted))  # noqa: B023 - called at once
+            wait_until(lambda: len(system.begun()) > len(inserted))
             assert len(system.running('hang')) <= 8
             assert len(system.running('broken')) <= 16
         late = delays(system, inserted)
@@ -990,7 +991,7 @@ def test_b54_claims_stay_fast_behind_many_dead_rows_that_a_snapshot_holds(system
             for _ in range(30):
                 before = time.monotonic()
                 inserted[system.insert_one('resize')] = before
-                wait_until(lambda: set(inserted) <= set(system.begun()))  # noqa: B023 - called at once
+                wait_until(lambda: set(inserted) <= set(system.begun()))
         assert delays(system, inserted)[27] < 0.5
 
 
@@ -1005,7 +1006,7 @@ def test_b55_20000_rows_due_at_one_instant_come_in_portions_and_delay_no_other_s
         for _ in range(20):
             before = time.monotonic()
             inserted[system.insert_one('resize')] = before
-            wait_until(lambda: set(inserted) <= set(system.begun('resize')))  # noqa: B023 - called at once
+            wait_until(lambda: set(inserted) <= set(system.begun('resize')))
             assert len(system.running('crowd')) <= 20
         late = delays(system, inserted)
         assert late[len(late) * 9 // 10] < 1
@@ -1115,7 +1116,7 @@ def test_b60_a_password_of_all_kinds_of_characters_works_and_is_shown_nowhere(sy
     config = write_config(system.directory, secret, {'tell': teller, 'broken': '/no/such', 'resize': noter(system),
                                                      'dies': system.script('dies', 'read -r id; exit 3\n')})
     with Running(config, options=('-vv',)) as running:
-        assert_prompt(system)
+        ready(system, running)
         ids = [system.insert_one(stage) for stage in ('tell', 'dies', 'broken')]
         system.wait_status(ids[0], 'failed')
         system.wait_status(ids[1], 'failed')

@@ -59,7 +59,7 @@ class Supervisor:
         self.directory = directory
         self.mark = 'supervisor-%s' % directory
         self._conf = os.path.join(directory, 'supervisord.conf')
-        sample = read_sample()
+        sample = dict(read_sample())
         assert sample['command'].split() == [NAME, '-c', '/etc/pepsi/pepsi.conf', 'run']
         assert sample['stdout_logfile'] == '/var/log/pepsi-dispatch.log'
         sample['command'] = ' '.join(map(shlex.quote, PYTHON + [DISPATCHER, '-c', config, 'run']))
