@@ -2528,7 +2528,8 @@ class Dispatcher:
     def run(self) -> int:
         """Turn until stopped. Returns the exit code; leaves no child, whatever happens."""
         log.info('started pepsi-dispatch %s pid=%d config=%s stages=%d workers<=%d', __version__, os.getpid(),
-                 printable(os.path.abspath(self.config.file)), len(self.pools), sum(p.config.parallelism for p in self.pools.values()))
+                 printable(os.path.abspath(self.config.file)), len(self.pools),
+                 sum(p.config.parallelism for p in self.pools.values()))
         try:
             while self.phase is not Phase.STOPPED:
                 self.turn()
