@@ -2411,7 +2411,8 @@ def ended_children() -> Iterable[int]:
 def find_survivors(system: str, epoch: int) -> List[int]:
     """Return the pids of living processes on this host that belong to workers of another epoch of this system.
 
-    Their environment tells, so grandchildren behind a wrapper are found, too. Linux; elsewhere EOF ends them.
+    Their environment tells, so grandchildren behind a wrapper are found, too. Linux; elsewhere EOF ends them. Raises
+    OSError if it could not look everywhere, for want of descriptors or memory.
     """
     ours, mine = b'PEPSI_SYSTEM=' + system.encode(), b'PEPSI_EPOCH=%d' % epoch
     found = []
@@ -2420,7 +2421,9 @@ def find_survivors(system: str, epoch: int) -> List[int]:
             try:
                 with open('/proc/%s/environ' % name, 'rb') as f:
                     environ = f.read().split(b'\0')
-            except OSError:  # it has ended, or is somebody else's
+            except OSError as e:  # it has ended, or is somebody else's
+                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    raise
                 continue
             if ours in environ and mine not in environ:
                 found.append(int(name))
@@ -2870,7 +2873,14 @@ class Dispatcher:
 
     def _on_survivors(self) -> None:
         """Before any row is reset: end the workers that a dispatcher before us left behind, and see them gone."""
-        survivors = self._survivors(self._system, self.queue.epoch)
+        try:
+            survivors = self._survivors(self._system, self.queue.epoch)
+        except OSError as e:
+            self._ill('looking for earlier workers', 'cannot look for workers of an earlier dispatcher: %s; nothing is claimed before'
+                      % e.strerror)
+            self.timers.set('survivors', self.now + SURVIVORS_POLL_S)
+            return
+        self._well('looking for earlier workers')
         for pid in survivors:
             if pid not in self._evicted:
                 log.warning('killing process %d: a worker of an earlier dispatcher; nothing is claimed while it lives',
@@ -2916,7 +2926,8 @@ class Dispatcher:
 
     def _replied(self, fact: Reply) -> None:
         name = fact.name
-        where = {'flush': 'statistics', 'revive': 'retry', 'strangers': 'strangers'}.get(name, 'queue')
+        where = {'flush': 'writing statistics', 'revive': 'retrying', 'strangers': 'looking for stages without a section'
+                 }.get(name, 'the queue')
         if fact.error is None:
             self._failures.pop(where, None)
             self._well(where)
@@ -2947,8 +2958,7 @@ class Dispatcher:
     def _well(self, where: str) -> None:
         since, known = self._troubles.pop(where, (0.0, set()))
         if known:
-            log.info('%s after %s', {'link': 'database is back', 'statistics': 'statistics are written again',
-                                     'retry': 'retrying works again'}.get(where, 'queue works again'),
+            log.info('%s after %s', 'database is back' if where == 'link' else where + ' works again',
                      brief(self.now - since))
 
     def _claimed(self, rows: Optional[List[Tuple[int, str]]]) -> None:
@@ -3084,7 +3094,8 @@ class Dispatcher:
                 pool.look()
             self._sweep_at = self.now + (self.now - self._asked_at) / SWEEP_SHARE
             self._swept, self._sweeping = True, False
-            self.timers.soonest('strangers', self.now + STRANGERS_FIRST_S)
+            if 'strangers' not in self.timers:
+                self.timers.set('strangers', self.now + STRANGERS_FIRST_S)
 
     def _flushed(self, rows: Optional[List[Tuple[Optional[int], int, int]]]) -> None:
         if rows is None:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 import psutil
 import psycopg2
@@ -99,10 +98,11 @@ def print_table(title, header, rows):
                          else '{:,.0f}'.format(cell) if isinstance(cell, (int, float)) else cell for cell in row]
                         for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    texts = [all(isinstance(row[i], str) for row in rows) for i in range(len(header))]
     print('\n' + title)
     for row in cells:
-        print('  '.join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                        for i, (cell, width) in enumerate(zip(row, widths))).rstrip())
+        print('  '.join(cell.ljust(width) if text else cell.rjust(width)
+                        for cell, width, text in zip(row, widths, texts)).rstrip())
     sys.stdout.flush()
 
 
@@ -136,7 +136,7 @@ def median(values):
 @contextlib.contextmanager
 def drawing(file):
     """Yield pyplot and write what was drawn with it to a file; yields None where that is not wanted or possible."""
-    pyplot: Any = None
+    pyplot = None
     if file:
         try:
             importlib.import_module('matplotlib').use('svg')

@@ -6,7 +6,8 @@ Starts a PostgreSQL of its own (see cluster.py for which), fills tables of 10,00
 --full also of 10,000,000, or of as many as are named, and claims from each in six states of the statistics and with
 the head of the queue full of dead index entries. Prints one JSON object for each measurement, with the time that
 passed, and then a table of the CPU time of the server, which other loads disturb less; its last column is the time at
-the most rows divided by that at the fewest. Exits with 1 if a claim read anything but its indexes, or took other than what was asked for.
+the most rows divided by that at the fewest. Exits with 1 if a claim read anything but its indexes, or took other than
+what was asked for.
 """
 import contextlib
 import json

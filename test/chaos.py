@@ -201,9 +201,11 @@ class World:
                 if self._admin is None or self._admin.closed:
                     self._admin = self.connect()
                 return fetch(self._admin, statement, parameters)
-            except psycopg2.Error:
-                if last or (self._admin is not None and not self._admin.closed):
+            except psycopg2.Error as e:
+                if last or (e.pgcode and e.pgcode[:2] != '57'):  # a lost connection often has no code, nor is it closed
                     raise
+                if self._admin is not None:
+                    self._admin.close()
                 self._admin = None
 
     @contextlib.contextmanager

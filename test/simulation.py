@@ -386,6 +386,7 @@ class FakeQueue:
         self.deadline = 0.0
         self.fd = None
         self.writing = False
+        self.backend = 1
         self.statements = 0
         self.log = []  # (instant, name) of every statement of an operation
         self._facts = collections.deque()  # arrived, not received
@@ -526,6 +527,11 @@ class FakeQueue:
         if sweep:
             self._world.sweeping(held)
         return self._start('revive', lambda: self._revive(frozenset(held), sweep))
+
+    def strangers(self, stages):
+        stages = frozenset(stages)
+        return self._start('strangers', lambda: sorted({(row.stage,) for row in self._table.rows.values()
+                                                        if row.status == 'pending' and row.stage not in stages}))
 
     def flush(self, batch):
         batch = dict(batch)

@@ -183,7 +183,7 @@ def test_an_unknown_option_is_a_warning_that_names_the_nearest():
 
 @pytest.mark.parametrize('section, nearest', [
     ('pepsi-dispach', 'pepsi-dispatch'), ('Pepsi', 'pepsi'), ('pepsidispatch', 'pepsi-dispatch'),
-    ('stage_a', 'stage-NAME')])
+    ('stage_a', 'stage-a')])
 def test_an_unknown_section_is_a_warning_that_names_the_nearest(section, nearest):
     [warning] = parse(STAGE, '[%s]' % section, 'X = 1').warnings
     assert '[%s]' % section in warning and nearest in warning

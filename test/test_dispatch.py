@@ -565,7 +565,7 @@ def test_the_reason_goes_to_a_state_that_is_null_or_an_object_and_else_to_the_lo
     worker = foreign.script('worker', 'while read -r id; do echo "1 id=$id no"; done\n')
     with foreign.run({'resize': worker}) as running:
         foreign.wait_census(failed=len(STATES))
-        assert running.log().count('status: 1 no') == len(STATES)
+        wait_until(lambda: running.log().count('status: 1 no') == len(STATES))
     assert [foreign.row(id).state for id in ids] == [after for _, after in STATES]
 
 

@@ -197,7 +197,7 @@ def test_status_watch_refreshes_in_place_until_ctrl_c(system):
         assert terminal.wait() == 0
         assert 'Traceback' not in terminal.text
         assert 'KeyboardInterrupt' not in terminal.text
-    assert len(first.splitlines()) == len(second.splitlines()) == 4
+    assert 4 <= len(first.splitlines()) <= len(second.splitlines()) <= 6
     assert re.search(r'^a +0 ', first, re.MULTILINE)
     assert re.search(r'^a +3 ', second, re.MULTILINE)
     for line in second.splitlines()[:-1]:
@@ -508,7 +508,7 @@ def test_usr1_reports_pools_workers_cooldowns_deadlines_and_the_connection(syste
         system.insert_one('broken')
         running.wait_log('cooling stage=broken for 2 s')
         lines = report(running)
-        for pattern in (r'state phase=serving link=ready epoch=1 ',
+        for pattern in (r'state phase=serving link=ready server_process=[0-9]+ epoch=1 ',
                         r'state stage=a workers=2/2 in_flight=2 .*cooling=no',
                         r'state stage=broken workers=0/4 in_flight=0 .*cooling=[0-9.]+ s',
                         r'state stage=idle workers=0/4 in_flight=0 .*cooling=no',
@@ -558,7 +558,7 @@ REASONS = ['plain', 'a "quoted" \\ one', '\u00e4' * 2000, '\U0001f600' * 2000, '
 
 
 def test_every_line_of_log_json_is_an_object_with_the_same_keys(system):
-    stages = {'a': {'PROGRAM': system.stub(), 'PARALLELISM': 1}, '\u65e5\u672c "x"': system.stub('say=nonsense%ff'),
+    stages = {'a': {'PROGRAM': system.stub(), 'PARALLELISM': 1}, '\u65e5\u672c "x"': system.stub('say=nonsense%ff', 'hang'),
               'broken': '/no/such/program', 'c': {'PROGRAM': system.stub('crash=KILL'), 'QUEUE_LIMIT': 3}}
     config = system.write_config(stages, unknown='option')
     with Running(config, options=('--log-json', '-vv')) as running:

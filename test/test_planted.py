@@ -94,8 +94,8 @@ DEFECTS = {
         ('            ids.extend(pool.ready)\n', '')),
     'outcomes on their way are dropped when the session is lost': (
         partial(simulated.failing, name='settle', fate='before'),
-        ('        self.unsent()\n        self.fresh.update((id, outcome)',
-         '        self.sent = {}\n        self.fresh.update((id, outcome)')),
+        ('        self.unsent()\n        self.due(math.inf)\n',
+         '        self.sent = {}\n        self.due(math.inf)\n')),
     'outcomes of a statement that failed are dropped': (
         decisions.test_what_was_not_committed_is_sent_again,
         ('        self.fresh.update(self.sent)\n', '')),

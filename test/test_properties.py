@@ -242,6 +242,8 @@ class OutboxMachine(RuleBasedStateMachine):
         held.update(self.outbox.sent)
         held.update((id, outcome) for id, (_, outcome) in self.outbox.deferred.items())
         assert held == self.model
+        assert self.outbox.unwritten('s') == sum(o.column != 'processed' for id, o in held.items()
+                                                 if id not in self.outbox.deferred)
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------

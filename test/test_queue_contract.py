@@ -480,6 +480,13 @@ def test_locked_rows_are_counted_and_left_for_later(ready):
     assert ready.rows()[1][1] == 'pending'
 
 
+def test_pending_rows_of_other_stages_are_found(ready):
+    for id, stage, status in ((1, 'a', 'pending'), (2, 'b', 'pending'), (3, 'b', 'pending'), (4, 'c', 'done')):
+        ready.insert(id, stage, status)
+    assert [tuple(row) for row in ask(ready, ready.queue.strangers(['a', 'z']))] == [('b',)]
+    assert {row[0] for row in ask(ready, ready.queue.strangers([]))} - {None} == {'a', 'b'}
+
+
 # -- flush -------------------------------------------------------------------------------------------------------------
 
 def batch(number, epoch=1):

@@ -4,7 +4,7 @@ A scenario of six messages is run again and again on the same database. Each tim
 where that ends the dispatcher, the next one finds what it left, until one lives. All points take minutes: by default
 every k-th is tried, from a random one on.
 
-SWEEP       number of points, default 30; all: all of them
+SWEEP       number of points, default 24; all: all of them
 SWEEP_SEED  where to begin
 """
 import collections
@@ -34,6 +34,9 @@ SCENARIO = [
     ('b', {}, Plan(('b',))),
     ('a', {}, Plan(('a', 'b'))),
 ]
+
+
+FIRST = {'os.pipe': 2}  # the first one is for signals: without it nothing can start
 
 
 class System:
@@ -133,13 +136,13 @@ def find_points(calls):
     """Return all points for a run that made these calls."""
     counts = collections.Counter(calls)
     return [(kind, number, when, action) for kind, when, action in ACTIONS
-            for number in range(1, counts[kind] + 1)]
+            for number in range(FIRST.get(kind, 1), counts[kind] + 1)]
 
 
 @pytest.mark.timeout(3600)
 def test_no_call_is_a_bad_one_to_be_the_last_or_to_fail(tmp_path, dsn, db):
     seed = int(os.environ.get('SWEEP_SEED', random.randrange(10 ** 6)))
-    wanted = os.environ.get('SWEEP', '30')
+    wanted = os.environ.get('SWEEP', '24')
     print('SWEEP=%s SWEEP_SEED=%d %s' % (wanted, seed, ' '.join(sys.argv)))
     system = System(tmp_path, dsn, db)
     _, calls = system.live('none', 0, 'before', 'kill')
