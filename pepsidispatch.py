@@ -2876,7 +2876,8 @@ class Dispatcher:
         try:
             survivors = self._survivors(self._system, self.queue.epoch)
         except OSError as e:
-            self._ill('looking for earlier workers', 'cannot look for workers of an earlier dispatcher: %s; nothing is claimed before'
+            self._ill('looking for earlier workers',
+                      'cannot look for workers of an earlier dispatcher: %s; nothing is claimed before'
                       % e.strerror)
             self.timers.set('survivors', self.now + SURVIVORS_POLL_S)
             return
@@ -2926,8 +2927,8 @@ class Dispatcher:
 
     def _replied(self, fact: Reply) -> None:
         name = fact.name
-        where = {'flush': 'writing statistics', 'revive': 'retrying', 'strangers': 'looking for stages without a section'
-                 }.get(name, 'the queue')
+        where = {'flush': 'writing statistics', 'revive': 'retrying',
+                 'strangers': 'looking for stages without a section'}.get(name, 'the queue')
         if fact.error is None:
             self._failures.pop(where, None)
             self._well(where)
