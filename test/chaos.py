@@ -57,7 +57,7 @@ CREATE VIEW stages.queue AS SELECT ingress_id, stage, status, timeout, state FRO
 """
 RIGHTS = """
 GRANT USAGE ON SCHEMA public TO dispatch;
-GRANT SELECT (ctid, ingress_id, stage, status, timeout, state), UPDATE (status, state) ON queue TO dispatch;
+GRANT SELECT (ingress_id, stage, status, timeout, state), UPDATE (status, state) ON queue TO dispatch;
 GRANT SELECT, INSERT, UPDATE ON stage_stats, dispatch_stats TO dispatch;
 GRANT USAGE ON SCHEMA public, stages TO stage;
 GRANT SELECT, UPDATE, DELETE ON stages.queue TO stage;

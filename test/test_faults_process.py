@@ -1,14 +1,13 @@
 """Faults of the process itself: signals, its log, its process group, the moment of its death. The numbers are those of
 the list of faults to survive."""
 import contextlib
-import json
+import fcntl
 import os
 import re
 import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
@@ -208,6 +207,7 @@ def test_b31_a_log_that_nobody_reads_neither_blocks_nor_spins_and_what_was_dropp
     fifo = os.path.join(system.directory, 'fifo')
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, 1031, 4096)  # F_SETPIPE_SZ
     try:
         started_by('exec "$@" 2>"$0"', fifo)
         with Running(system.write_config({'resize': system.stub('fail')}), options=('-vv',)) as running:
@@ -220,7 +220,7 @@ def test_b31_a_log_that_nobody_reads_neither_blocks_nor_spins_and_what_was_dropp
                 assert time.monotonic() - before < 1
             assert_quiet(running)
             text = drain(reader)
-            assert len(text) <= 65536
+            assert len(text) <= 4096
             running.signal(signal.SIGUSR1)
             wait_until(lambda: select.select([reader], [], [], 0)[0])
             text += drain(reader)
@@ -291,7 +291,7 @@ def test_killed_at_its_nth_send_or_write_the_next_start_recovers_everything(syst
             'inject=sendto,write,pwrite64,writev,sendmsg:signal=KILL:when=%d' % n] + python)
         with Running(config) as running:
             try:
-                wait_until(lambda: running.process.poll() is not None  # noqa: B023 - called at once
+                wait_until(lambda: running.process.poll() is not None
                            or system.census() == {'failed': number}, 20)  # noqa: B023
             finally:
                 if running.process.poll() is not None:
@@ -300,22 +300,17 @@ def test_killed_at_its_nth_send_or_write_the_next_start_recovers_everything(syst
                     if os.path.basename(support.DISPATCHER) in ' '.join(process.cmdline()):
                         process.kill()
                 running.kill()
-                wait_until(lambda: not running.family(), 5)  # noqa: B023
+                wait_until(lambda: not running.family(), 5)
     assert killed >= (20 if MORE else 8)
     monkeypatch.setattr(support, 'PYTHON', python)
-    with Running(config):
+    with Running(config) as running:
+        running.wait_log('took over')
         system.wait_census(failed=number)
     committed = [(e[2], e[3]) for e in system.events('commit') if e[2] == 'a']
     assert sorted(committed) == sorted(set(committed))  # no pass was committed twice
     assert len(committed) == number
     errors = {error for error, in system.execute("SELECT state->>'dispatch_error' FROM queue")}
     assert errors == {'status: 1'}
-    # One after the other: no message was worked on twice at the same time.
-    spans = {}
-    for when, pid, stage, id, event in system.events():
-        spans.setdefault((id, pid, stage), []).append((when, event))
-    assert json.dumps(len(spans))
-    assert system.execute('SELECT count(*) FROM dispatch_stats') == [(1,)]
 
 
 def test_stopped_and_continued_under_load_loses_nothing(system):
@@ -339,6 +334,6 @@ def test_b65_with_faketime_a_day_off_nothing_changes(system, monkeypatch):
     for shift in ('+1d', '-1d'):
         with monkeypatch.context() as patch:
             patch.setattr(support, 'PYTHON', ['faketime', '-f', shift] + support.PYTHON)
-            with system.run({'resize': [sys.executable] + system.stub()[1:]}, env={'FAKETIME_DONT_FAKE_MONOTONIC': '1'}):
+            with system.run({'resize': system.stub()}, env={'FAKETIME_DONT_FAKE_MONOTONIC': '1'}):
                 id = system.insert_one('resize', stub=['pause=0.5', ''])
                 system.wait_status(id, 'done', 10)

@@ -558,7 +558,8 @@ REASONS = ['plain', 'a "quoted" \\ one', '\u00e4' * 2000, '\U0001f600' * 2000, '
 
 
 def test_every_line_of_log_json_is_an_object_with_the_same_keys(system):
-    stages = {'a': {'PROGRAM': system.stub(), 'PARALLELISM': 1}, '\u65e5\u672c "x"': system.stub('say=nonsense%ff', 'hang'),
+    stages = {'a': {'PROGRAM': system.stub(), 'PARALLELISM': 1},
+              '\u65e5\u672c "x"': system.stub('say=nonsense%ff', 'hang'),
               'broken': '/no/such/program', 'c': {'PROGRAM': system.stub('crash=KILL'), 'QUEUE_LIMIT': 3}}
     config = system.write_config(stages, unknown='option')
     with Running(config, options=('--log-json', '-vv')) as running:
