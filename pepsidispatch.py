@@ -953,7 +953,7 @@ WITH RECURSIVE found(stage) AS (
     FROM found AS f
     WHERE f.stage IS NOT NULL
 )
-SELECT stage FROM found WHERE stage <> ALL (%(stages)s::text[]) LIMIT 100
+SELECT stage FROM found WHERE stage IS NOT NULL AND stage <> ALL (%(stages)s::text[]) LIMIT 100
 """
 
 # requeue: which rows, and how.

@@ -62,7 +62,7 @@ class Listener:
         """Serve until standard input ends."""
         looking = True
         while True:
-            for key, _ in self._selector.select(0 if looking and self._idle else None):
+            for key, _ in self._selector.select(0 if looking and (self._idle or self._cold) else None):
                 if key.fd == 0:
                     for child in self._children:
                         child.stdin.close()

@@ -2,6 +2,7 @@
 import ast
 import configparser
 import io
+import json
 import os
 import re
 import shutil
@@ -34,8 +35,8 @@ with open(support.DISPATCHER, encoding='utf-8') as _file:
 
 SECTIONS = dict(re.findall(r'^\.Sh (.*)\n((?:(?!\.Sh ).*\n)*)', MAN, re.MULTILINE))
 ORDER = ['NAME', 'SYNOPSIS', 'DESCRIPTION', 'COMMANDS', 'OPTIONS', 'CONFIGURATION', 'WORKER PROTOCOL', 'STRATEGIES',
-         'STATES', 'SIGNALS', 'ENVIRONMENT', 'FILES', 'EXIT STATUS', 'EXAMPLES', 'DIAGNOSTICS', 'SEE ALSO', 'BUGS']
-MACROS = ('Fl Ar Cm No Ns Op Li Em Sy Ev Pa Dv Sx Xr Pq Dq Ql Nm It Bl El Pp Dl Bd Ed Ss').split()
+         'STATES', 'SIGNALS', 'MONITORING', 'ENVIRONMENT', 'FILES', 'EXIT STATUS', 'EXAMPLES', 'DIAGNOSTICS', 'SEE ALSO', 'BUGS']
+MACROS = ('Fl Ar Cm No Ns Op Li Em Sy Ev Pa Dv Sx Xr Pq Dq Ql Nm It Bl El Pp Dl Bd Ed Ss Fn').split()
 
 
 def plain(mdoc):
@@ -230,11 +231,22 @@ def test_tables_are_described_with_all_their_columns():
             assert re.search(r'\b%s\b' % column, text), '%s.%s' % (table, column)
 
 
+def test_indexes_are_described_with_their_columns():
+    text = plain(SECTIONS['COMMANDS'])
+    found = re.findall(r'CREATE INDEX IF NOT EXISTS (\w+) ON queue \((.*)\)$|CREATE INDEX IF NOT EXISTS (\w+) ON queue '
+                       r'\((.*?)\) WHERE', pepsidispatch.SCHEMA, re.MULTILINE)
+    assert len(found) == 3
+    for parts in found:
+        name, columns = [part for part in parts if part]
+        assert '%s on %s' % (name, columns) in text
+
+
 def test_environment_of_workers_is_described():
     [call] = [node for node in ast.walk(SOURCE) if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'dict'
               and any(keyword.arg == 'PEPSI_STAGE' for keyword in node.keywords)]
     described = re.findall(r'^\.It Ev (\S+)$', SECTIONS['ENVIRONMENT'], re.MULTILINE)
-    assert {keyword.arg for keyword in call.keywords} == set(described) - {'PEPSI_CONFIG', 'PATH', 'NO_COLOR'}
+    assert {keyword.arg for keyword in call.keywords} == set(described) - {
+        'PEPSI_CONFIG', 'PATH', 'NO_COLOR', 'JOURNAL_STREAM'}
 
 
 def s(seconds):
@@ -247,21 +259,24 @@ def test_numbers_in_the_manual_page_are_those_of_the_program():
     assert p.RECONNECT_S == p.FAILURE_S and p.LOCK_POLL_S == 0.5 and p.SWEEP_SHARE == 0.01  # 'twice', 'one hundredth'
     least = p.OPTIONS['stage-'][2]
     assert least.name == 'QUEUE_LIMIT' and least.parse('1000') == 1000
+    assert p.STRANGERS_S == 3600  # 'once an hour'
     text = plain(MAN)
     for phrase in [
+            '%s after it, and then once an hour' % s(p.STRANGERS_FIRST_S),
+            'passed over for %s and then for longer, up to %s' % tuple(map(s, p.DEFER_S)),
             'exit with 75 after %s' % s(p.NO_WAIT_S),
             'they are written after %s' % s(p.IDLE_FLUSH_S),
             'from 1 to 1000',
             'A line has %d bytes at most' % p.LINE_LIMIT,
             'no worker has answered for %s' % s(p.FILL_S),
-            'all have been busy for %s' % s(p.FILL_S),
+            'only when none has answered for %s' % s(p.FILL_S),
             'Look again every %s' % s(p.WATCH_S),
             'are passed over after %s' % s(p.LOCK_TIMEOUT_S),
             'the others wait for that, %s at most' % s(p.PROBE_S),
             'or %d deaths in a row' % p.DEATHS_IN_A_ROW,
             'The delay is %s and doubles up to %s while no message is blamed, up to %s where' % tuple(
                 map(s, p.COOLDOWN_S)),
-            'for %s and then for longer, up to %s' % tuple(map(s, p.DEFER_S)),
+            'is put off alone, for %s and then for longer, up to %s' % tuple(map(s, p.DEFER_S)),
             'rests for %s' % s(p.RETRY_GAP_S),
             'follows after %s, then after twice as long each time, up to %s' % tuple(map(s, p.RECONNECT_S)),
             'at most %d characters' % p.REASON_LIMIT,
@@ -298,6 +313,10 @@ def find_texts(node):
         return find_texts(node.elt)
     if isinstance(node, ast.Starred):
         return find_texts(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):  # what a function of the module returns
+        return [text for definition in SOURCE.body if getattr(definition, 'name', '') == node.func.id
+                for part in ast.walk(definition) if isinstance(part, ast.Return) and part.value
+                for text in find_texts(part.value)]
     return []
 
 
@@ -308,6 +327,15 @@ def find_assignment(name):
             if any('%' in text for text in find_texts(node.value)):
                 return node.value
     return ast.parse('None').body[0]
+
+
+def is_complaint(level):
+    """Tell whether an expression for a level may be that of a warning or an error."""
+    if isinstance(level, ast.Name):
+        return any(is_complaint(node.value) for node in ast.walk(SOURCE)
+                   if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == level.id
+                   and not isinstance(node.value, ast.Name))
+    return bool(re.search('WARNING|ERROR', ast.dump(level)))
 
 
 def find_complaints():
@@ -321,7 +349,7 @@ def find_complaints():
         whole, arguments = True, []
         if owner == 'log' and name in ('warning', 'error', 'exception', 'critical'):
             arguments = node.args[:1]
-        elif owner == 'log' and name == 'log' and re.search('WARNING|ERROR', ast.dump(node.args[0])):
+        elif owner == 'log' and name == 'log' and is_complaint(node.args[0]):
             arguments = node.args[1:2]
         elif name == 'note' and re.search('warning|error', ast.dump(node.args[0])):
             arguments = node.args[1:2]
@@ -331,14 +359,15 @@ def find_complaints():
             arguments = node.args[1:]
         elif name == 'Failure' or (owner in ('errors', 'warnings') and name in ('append', 'extend')):
             arguments = node.args
-        elif owner == 'sys' and name == 'exit':
+        elif name == 'write' and ast.dump(node.func.value).count("'stderr'"):
             arguments = node.args
         elif name in ('_cool', '_lose', 'give_up', 'Unusable'):
             whole, arguments = False, node.args
         for argument in arguments:
             if isinstance(argument, ast.Name) and not argument.id.isupper():
                 argument = find_assignment(argument.id)
-            found |= {(text, whole) for text in find_texts(argument) if re.search('[a-z]{3}', re.sub('%.', '', text))}
+            found |= {(text.strip('\n'), whole) for text in find_texts(argument)
+                      if re.search('[a-z]{3}', re.sub('%.', '', text))}
     return found
 
 
@@ -353,7 +382,9 @@ HEADS = re.findall(r'^\.It Sy "(.*)"$', SECTIONS['DIAGNOSTICS'], re.MULTILINE)
 
 def test_the_search_for_complaints_finds_them():
     assert len(COMPLAINTS) > 30
-    assert ('killing worker %d stage=%s id=%s: %s', True) in COMPLAINTS
+    for text in ('killing worker %d stage=%s id=%s: %s', 'reaped worker %d stage=%s: %s after %s and %d answers%s',
+                 'the tables are missing or unusable: %s; run pepsi-dispatch init', 'rows wait at %s'):
+        assert (text, True) in COMPLAINTS
 
 
 @pytest.mark.parametrize('text, whole', COMPLAINTS, ids=[text for text, _ in COMPLAINTS])
@@ -491,6 +522,47 @@ def test_status_is_shown_as_the_readme_shows_it(mail):
     assert status[1].split() == shown[1].split()
     assert [line.split()[0] for line in status[2:-1]] == ['announce', 'count']
     assert re.sub('[0-9]+', '0', status[-1]) == re.sub('[0-9]+', '0', shown[-1])
+    with support.Running(str(mail[0] / 'pepsi.conf'), env=mail[1]) as running:
+        running.wait_log('took over')
+        head = run_block(mail, 'pepsi-dispatch status').splitlines()[0]
+    assert re.fullmatch(as_pattern(re.sub(r'[0-9]+|\bmail1\b', '%d', shown[0])), head)
+
+
+def test_check_finds_what_the_readme_shows(mail, db):
+    """The same lines in the same order; what they tell of this host differs."""
+    def kinds(output):
+        return [re.match(r'(\w+: [\w ]+?):? ?(?:[/0-9]|PostgreSQL|PROGRAM|$|\w+ wanted)|.*', line).group(0).split(' /')[0]
+                for line in output.splitlines()]
+    directory, environment = mail
+    configure(directory, 'DATABASE = ', 'DATABASE =')
+    assert support.call('init', env=environment).code == 0
+    db.cursor().execute("INSERT INTO queue (stage) VALUES ('bill')")
+    assert kinds(run_block(mail, 'pepsi-dispatch check\n')) == kinds(find_block('', 'ok: configuration'))
+
+
+def test_requeue_says_what_the_readme_shows(mail, db):
+    assert support.call('init', env=mail[1]).code == 0
+    with db.cursor() as cursor:
+        cursor.execute("INSERT INTO queue (ingress_id, stage, status) SELECT id, 'count', 'failed' "
+                       "FROM unnest(ARRAY[97, 194, 291, 388]) AS id")
+        cursor.execute("INSERT INTO queue (ingress_id, stage, status) VALUES (3, 'announce', 'done')")
+    assert run_block(mail, 'pepsi-dispatch requeue --dry-run') == find_block('', 'would requeue')
+
+
+def test_monitoring_describes_the_keys_and_metrics_of_status(mail):
+    assert support.call('init', env=mail[1]).code == 0
+    text = plain(SECTIONS['MONITORING'])
+    seen = json.loads(support.call('status', '--json', env=mail[1]).out)
+    with support.Running(str(mail[0] / 'pepsi.conf'), env=mail[1]) as running:
+        running.wait_log('took over')
+        seen['dispatcher'] = json.loads(support.call('status', '--json', env=mail[1]).out)['dispatcher']
+    assert set(seen) == set(re.findall(r'^\.It Li ([a-z_]+)$', SECTIONS['MONITORING'], re.MULTILINE)[:4])
+    for part in seen['dispatcher'], seen['totals'], seen['stages']['count']:
+        for key in part:
+            assert re.search(r'\b%s\b' % key, text), key
+    prometheus = support.call('status', '--prometheus', env=mail[1]).out
+    described = re.findall(r'^\.It Li (pepsi_\w+)', SECTIONS['MONITORING'], re.MULTILINE)
+    assert described == re.findall(r'^# TYPE (\w+)', prometheus, re.MULTILINE)
 
 
 def test_the_sql_that_is_printed_does_the_same_as_init(pg, mail, db):
@@ -511,7 +583,7 @@ def test_the_stage_of_the_manual_page_is_the_library_s(dsn, db, tmp_path):
     with support.Running(config, env={'PYTHONPATH': LIBRARY}) as running:
         wait_for_row(db, ('deliver', 'pending'))
         running.wait_log(r"^message 1 \{'a': 1\}$")
-        running.wait_log(r'no section \[stage-deliver\]')
+        running.wait_log('rows wait at stage deliver, which has no section$')
 
 
 def test_the_commands_of_the_readme_are_environments_of_tox():
@@ -520,6 +592,12 @@ def test_the_commands_of_the_readme_are_environments_of_tox():
     commands = [block.splitlines()[0] for block in blocks(README, 'sh') if block.startswith('python3 -m venv')]
     assert [command.split('.venv/bin/')[-1] for command in commands] == ['tox -q -e demo', 'tox']
     assert parser.get('testenv:demo', 'commands').startswith('python test/demo.py')
+    [named] = re.findall(r'It ends with one line for each environment.*?\n\n', README, re.DOTALL)
+    for name in set(re.findall(r'`(\w+)`', named)) - {'OK', 'SKIP', 'PATH'}:
+        if 'testenv:' + name not in parser.sections():
+            family, version = re.fullmatch(r'([a-z]+)(\d*)', name).groups()
+            assert re.search(r'\b%s\b' % name if not version else r'%s\{[\d,]*\b%s\b' % (family, version),
+                             parser.get('tox', 'envlist')), name
 
 
 def test_the_output_that_the_readme_shows_is_that_of_the_demo():

@@ -250,3 +250,10 @@ def test_a_configuration_whose_name_is_no_text_is_found_and_named(script, tmp_pa
     assert code == 78
     assert b'Traceback' not in err
     assert b'No such file' in out + err
+
+
+def test_a_stage_whose_name_is_no_text_is_a_usage_error(script, system):
+    config = system.write_config({'a': 'true'})
+    code, out, err = execute([sys.executable, script, '-c', config, 'requeue', b'--stage=' + LATIN])
+    assert (code, out) == (64, b'')
+    assert b'Traceback' not in err
