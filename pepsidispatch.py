@@ -1059,8 +1059,11 @@ WHERE tgrelid = 'queue'::regclass AND NOT tgisinternal AND tgenabled <> 'D' AND 
 def array(values: Iterable[Any]) -> str:
     """Write numbers, or text and None, as PostgreSQL writes an array: one constant to the server, where psycopg2 makes
     of a list an expression for each element, parsed and planned every time."""
+    values = list(values)
     known = {v: 'NULL' if v is None else '"%s"' % v.replace('\\', '\\\\').replace('"', '\\"') if isinstance(v, str)
              else repr(v) for v in set(values)}
+    if len(known) == 1:
+        return '{%s}' % ','.join(list(known.values()) * len(values))
     return '{%s}' % ','.join([known[v] for v in values])
 
 
@@ -1111,6 +1114,9 @@ def parse_answer(line: bytes) -> Answer:
     if status == 0 and rest:
         raise Violation('text after a success: ' + show(line))
     return Answer(status, ident, tuple(fused), rest.decode('utf-8', 'replace'))
+
+
+PLAIN_SUCCESS = Answer(0, None, (), '')  # what most answers are, once their id was compared
 
 
 def show(data: bytes) -> str:
@@ -1178,10 +1184,17 @@ class Breaker:
         self.until = 0.0  # deadline of the cooldown; PROBING after it
         self.spawn_at = 0.0  # no worker is started before
         self._opened = 0.0
+        self._died_at = -math.inf
 
-    def died(self, now: float, blamed: bool, started: bool) -> bool:
-        """A worker died unasked. Returns whether the stage cools down now."""
+    def died(self, now: float, blamed: bool, started: bool, answered_at: float = -math.inf) -> bool:
+        """A worker died unasked that had answered last at `answered_at`. Returns whether the stage cools down now.
+
+        Of answers and deaths that came in one turn nobody knows the order: an answer of the dead counts as between.
+        """
+        if answered_at >= self._died_at:
+            self.deaths = 0
         self.deaths += 1
+        self._died_at = now
         if started and self.deaths < DEATHS_IN_A_ROW and not self.cooling:
             return False
         return self._open(now, blamed)
@@ -1677,6 +1690,7 @@ class Worker:
         self.handed = 0  # ids in its life
         self._allowance = pool.config.max_messages  # of ids in its life; 0: no end
         self.answers = 0
+        self.answered_at = -math.inf
         self.eof = False  # it closed its stdout
         self.pending = b''  # not yet taken by its stdin pipe
         self._framing = Framing()
@@ -1756,7 +1770,8 @@ class Worker:
         if not self._trusted:
             raise Violation('after a violation: ' + show(line))
         self._trusted = False
-        answer = parse_answer(line)
+        answer = PLAIN_SUCCESS if line == b'0' or (self.inflight and line == b'0 id=%d' % self.inflight[0]) else \
+            parse_answer(line)
         if not self.inflight:
             raise Violation('an answer to nothing: ' + show(line))
         if answer.id is not None and answer.id != self.inflight[0]:
@@ -1764,7 +1779,7 @@ class Worker:
         self._trusted = True
         seconds = now - self.head_since
         self.answers += 1
-        self.head_since = self.idle_since = now
+        self.head_since = self.idle_since = self.answered_at = now
         return self.inflight.popleft(), answer, seconds
 
     def began(self) -> bool:
@@ -2695,7 +2710,7 @@ class Dispatcher:
             return
         blamed = any(o.ended for o in outcomes)
         started = began or worker.answers > 0 or not worker.handed
-        if pool.breaker.died(self.now, blamed, started):
+        if pool.breaker.died(self.now, blamed, started, worker.answered_at):
             self._cool(pool, 'worker %d %s%s' % (worker.pid, how, '' if started else ' before it read anything'))
 
     def _forget(self, worker: Worker) -> None:
@@ -3709,7 +3724,7 @@ def check_config(found: Findings, config: Config, verbose: bool) -> None:
         print_effective(config)
     for stage in config.stages.values():
         problem = program_problem(stage.program[0])
-        gone = [word for word in stage.program[1:] if word.startswith('/') and not os.path.exists(word)]
+        gone = [word for word in stage.program[1:] if word.startswith('/') and not os.path.exists(native(word))]
         shown = ' '.join(map(shlex.quote, stage.program))
         if problem:
             found.note('error', 'stage %s: PROGRAM %s: %s' % (quoted(stage.name), shown, problem))
@@ -3727,6 +3742,7 @@ def print_effective(config: Config) -> None:
 
 def program_problem(program: str) -> Optional[str]:
     """Say why a program could not be started, None if nothing speaks against it."""
+    program = native(program)  # Python 3.6 in an ASCII locale
     path = program if '/' in program else shutil.which(program)
     if path is None:
         return 'not found on PATH'
@@ -3952,16 +3968,18 @@ def set_up_log(arguments: Dict[str, Any]) -> None:
     log.propagate = False
 
 
-def fill_standard_descriptors() -> None:
-    """Open what is closed of 0, 1 and 2: else a pipe of ours would take its place, and the log would go there."""
+def set_up_standard_streams() -> None:
+    """Open what is closed of 0, 1 and 2: else a pipe of ours would take its place, and the log would go there. Write
+    UTF-8 whatever the locale says."""
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         os.set_inheritable(fd, True)
         fd = os.open(os.devnull, os.O_RDWR)
     os.close(fd)
-    sys.stdin = sys.stdin or open(0)
-    sys.stdout = sys.stdout or open(1, 'w')
-    sys.stderr = sys.stderr or open(2, 'w')
+    sys.stdin = sys.stdin or open(0, closefd=False)
+    sys.stdout = open(1, 'w', encoding='utf-8', errors='backslashreplace', closefd=False,
+                      buffering=1 if os.isatty(1) else -1)
+    sys.stderr = sys.stderr or open(2, 'w', closefd=False)
 
 
 def dispatch_command(arguments: Dict[str, Any]) -> int:
@@ -3974,6 +3992,10 @@ def dispatch_command(arguments: Dict[str, Any]) -> int:
     if arguments['check']:
         return check(arguments['-c'], bool(arguments['-v']))
     ids = read_ids(arguments['ID'])
+    try:  # Python 3.6 in an ASCII locale knows no better
+        stage = arguments['--stage'] and os.fsencode(arguments['--stage']).decode('utf-8')
+    except UnicodeDecodeError:
+        raise Failure(EXIT_USAGE, '--stage: not UTF-8 text') from None
     config = load_config(arguments['-c'])
     for line in config.warnings:
         log.warning('%s', line)
@@ -3983,13 +4005,13 @@ def dispatch_command(arguments: Dict[str, Any]) -> int:
         form = 'json' if arguments['--json'] else 'prometheus' if arguments['--prometheus'] else 'table'
         return status(config, form, arguments['--watch'])
     if arguments['requeue']:
-        return requeue(config, ids if arguments['ID'] else None, arguments['--stage'], arguments['--dry-run'])
+        return requeue(config, ids if arguments['ID'] else None, stage, arguments['--dry-run'])
     return run(config, not arguments['--no-wait'])
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command line and return the exit code; `argv` without the program's name, default sys.argv[1:]."""
-    fill_standard_descriptors()
+    set_up_standard_streams()
     try:
         arguments = docopt(__doc__, argv=None if argv is None else list(argv), version='pepsi-dispatch ' + __version__)
     except DocoptExit as e:

@@ -35,7 +35,8 @@ with open(support.DISPATCHER, encoding='utf-8') as _file:
 
 SECTIONS = dict(re.findall(r'^\.Sh (.*)\n((?:(?!\.Sh ).*\n)*)', MAN, re.MULTILINE))
 ORDER = ['NAME', 'SYNOPSIS', 'DESCRIPTION', 'COMMANDS', 'OPTIONS', 'CONFIGURATION', 'WORKER PROTOCOL', 'STRATEGIES',
-         'STATES', 'SIGNALS', 'MONITORING', 'ENVIRONMENT', 'FILES', 'EXIT STATUS', 'EXAMPLES', 'DIAGNOSTICS', 'SEE ALSO', 'BUGS']
+         'STATES', 'SIGNALS', 'MONITORING', 'ENVIRONMENT', 'FILES', 'EXIT STATUS', 'EXAMPLES', 'DIAGNOSTICS',
+         'SEE ALSO', 'BUGS']
 MACROS = ('Fl Ar Cm No Ns Op Li Em Sy Ev Pa Dv Sx Xr Pq Dq Ql Nm It Bl El Pp Dl Bd Ed Ss Fn').split()
 
 
@@ -510,7 +511,7 @@ def test_the_statements_of_the_documents_work(mail, db):
         cursor.execute("UPDATE queue SET status = 'failed', state = state || '{\"dispatch_error\": \"crash: x\"}'")
         cursor.execute(find_block('sql', 'SELECT'))
         assert cursor.fetchall() == [(1, 'count', 'failed', 'crash: x')]
-        assert run_block(mail, 'pepsi-dispatch requeue') == 'requeued 1 message\n'
+        assert run_block(mail, 'pepsi-dispatch requeue').splitlines()[-1] == 'requeued 1 message'
         cursor.execute('SELECT status, state FROM queue')
         assert cursor.fetchall() == [('pending', {'file': '/etc/passwd'})]
 
@@ -529,15 +530,12 @@ def test_status_is_shown_as_the_readme_shows_it(mail):
 
 
 def test_check_finds_what_the_readme_shows(mail, db):
-    """The same lines in the same order; what they tell of this host differs."""
-    def kinds(output):
-        return [re.match(r'(\w+: [\w ]+?):? ?(?:[/0-9]|PostgreSQL|PROGRAM|$|\w+ wanted)|.*', line).group(0).split(' /')[0]
-                for line in output.splitlines()]
-    directory, environment = mail
-    configure(directory, 'DATABASE = ', 'DATABASE =')
-    assert support.call('init', env=environment).code == 0
+    """The same lines in the same order; names, versions and numbers of the host are left out."""
+    def mask(output):
+        return re.sub(r'PostgreSQL .*|[0-9]+', '#', re.sub(r'/\S*/', '', output)).splitlines()
+    assert support.call('init', env=mail[1]).code == 0
     db.cursor().execute("INSERT INTO queue (stage) VALUES ('bill')")
-    assert kinds(run_block(mail, 'pepsi-dispatch check\n')) == kinds(find_block('', 'ok: configuration'))
+    assert mask(run_block(mail, 'pepsi-dispatch check\n')) == mask(find_block('', 'ok: configuration'))
 
 
 def test_requeue_says_what_the_readme_shows(mail, db):
@@ -546,7 +544,7 @@ def test_requeue_says_what_the_readme_shows(mail, db):
         cursor.execute("INSERT INTO queue (ingress_id, stage, status) SELECT id, 'count', 'failed' "
                        "FROM unnest(ARRAY[97, 194, 291, 388]) AS id")
         cursor.execute("INSERT INTO queue (ingress_id, stage, status) VALUES (3, 'announce', 'done')")
-    assert run_block(mail, 'pepsi-dispatch requeue --dry-run') == find_block('', 'would requeue')
+    assert run_block(mail, 'pepsi-dispatch requeue') == find_block('', 'would requeue')
 
 
 def test_monitoring_describes_the_keys_and_metrics_of_status(mail):

@@ -160,6 +160,18 @@ for line in iter(sys.stdin.readline, ''):
 
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize('pack_below', ['0', '100 ms'])
+def test_b34_workers_that_answer_once_and_leave_do_not_cool_their_stage_down(system, pack_below):
+    """The deaths of several that come at once are not in a row without an answer: each of them has answered."""
+    worker = system.script('once', 'read -r id; echo 1 once\n')
+    stage = {'PROGRAM': worker, 'PARALLELISM': 4, 'PACK_BELOW': pack_below}
+    with system.run({'resize': stage}) as running:
+        system.insert('resize', 60)
+        system.wait_census(failed=60)
+        assert 'cooling' not in running.log()
+    assert system.counts() == {'resize': Counts(0, 60, 0, 0)}
+
+
 @pytest.mark.timeout(600)
 def test_descriptors_and_memory_are_the_same_after_a_thousand_deaths(system):
     """Of the table: nothing leaks; FAULTS_MORE tries 10,000."""

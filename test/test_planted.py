@@ -79,8 +79,7 @@ DEFECTS = {
         ('        if answer.id is not None and answer.id != self.inflight[0]:\n', '        if False:\n')),
     'a worker is trusted after a violation': (
         partial(decisions.test_nothing_is_believed_after_a_violation, line=b'hello'),
-        ('        self._trusted = False\n        answer = parse_answer(line)\n',
-         '        answer = parse_answer(line)\n')),
+        ('        self._trusted = False\n        answer = PLAIN_SUCCESS', '        answer = PLAIN_SUCCESS')),
     'an id in the outbox is not held': (
         histories,
         ('        ids = list(self.outbox.ids())\n        ids.extend(self._resting)\n',
@@ -290,7 +289,8 @@ SQL_DEFECTS = {
     'the dispatcher wakes itself up': (
         contract.test_nothing_that_the_session_does_rings,
         ("                AND current_setting('pepsi.dispatcher', true) IS DISTINCT FROM 'on')\n",
-         '                )\n')),
+         '                )\n'),
+        ('self.rung = self.rung or notify.pid != self.own', 'self.rung = True')),
     'an ordinary update by a worker wakes the dispatcher': (
         contract.test_an_insert_and_a_change_of_a_row_that_does_not_run_ring,
         ("NEW.status IN ('pending', 'paused') AND OLD.status <> 'running'", "NEW.status IN ('pending', 'paused')")),
