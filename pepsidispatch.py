@@ -889,8 +889,11 @@ SELECT 'next', NULL, 0, (
     LIMIT 1)
 """
 
-# The same with `sweep`: more than one statement at once is one transaction, and the reply is that of the last.
-SWEEP = 'SET LOCAL statement_timeout = %d; SET LOCAL enable_seqscan = on;' % (SWEEP_TIMEOUT_S * 1000) + REVIVE
+# The same with `sweep`: more than one statement at once is one transaction, and the reply is that of the last. With
+# the ordinary time limit, so that a silent link is noticed as soon as ever; without it where the server says that it
+# takes longer, on a large table without the index queue_unfinished.
+SWEEP = 'SET LOCAL enable_seqscan = on;' + REVIVE
+LONG_SWEEP = 'SET LOCAL statement_timeout = %d;' % (SWEEP_TIMEOUT_S * 1000) + SWEEP
 
 # After REVIVE failed because of a row: which ones it would write, and one of them alone.
 REVIVABLE = """
@@ -1872,6 +1875,7 @@ class _Bell:
 RETRIABLE = frozenset(['40001', '40P01'])  # serialization failure, deadlock
 STALE = frozenset(['0A000', '26000'])  # a prepared statement that a changed table or DISCARD has spoilt: a new session
 LOCKED = '55P03'  # lock_timeout
+CANCELLED = '57014'  # statement_timeout
 MISSING = frozenset(['42P01', '42703', '42501', '3F000', '42883', '42804', '42846', '42809'])
 
 POOLED = ('the session does not keep its lock and LISTEN: a transaction pooler is in between; DATABASE must lead to '
@@ -2013,8 +2017,7 @@ class Queue:
         """Retry paused rows that are due and, with `sweep`, reset rows without an owner; the value of the reply is a
         list of (what, stage, rows, next_due_s), as REVIVE says."""
         params = {'held': array(self._passed_over(held)), 'sweep': sweep, 'limit': RETRY_LIMIT, 'key': LOCK_KEY}
-        return self._start('revive', self._reviving(
-            Statement(SWEEP, params, SWEEP_TIMEOUT_S) if sweep else Statement(REVIVE, params), list(held)))
+        return self._start('revive', self._reviving(Statement(SWEEP if sweep else REVIVE, params), list(held)))
 
     def strangers(self, stages: Iterable[str]) -> List[Any]:
         """Look for pending rows of other stages; the value of the reply is a list of (stage,)."""
@@ -2051,6 +2054,8 @@ class Queue:
         try:
             return (yield statement)
         except (psycopg2.Error, ValueError) as e:
+            if getattr(e, 'pgcode', None) == CANCELLED and statement.sql == SWEEP:
+                return (yield statement._replace(sql=LONG_SWEEP, timeout_s=SWEEP_TIMEOUT_S))
             if not blames_row(e):
                 raise
         for id, status in (yield Statement(REVIVABLE, statement.params)):
