@@ -315,13 +315,14 @@ def test_killed_at_its_nth_send_or_write_the_next_start_recovers_everything(syst
 
 def test_stopped_and_continued_under_load_loses_nothing(system):
     """Of the table: dispatcher stopped for a while, continued. Deadlines: see test_startstop."""
-    with system.run({'resize': {'PROGRAM': system.stub(), 'PARALLELISM': 2, 'MAX_RUNTIME': '1 s'}}) as running:
-        running.wait_log('took over')
-        number = 0
-        for _ in range(3):
+    stage = {'PROGRAM': system.stub(), 'PARALLELISM': 2, 'MAX_RUNTIME': '2 s', 'WORKER_IDLE_TIMEOUT': '1 h'}
+    with system.run({'resize': stage}) as running:
+        number = len(system.insert('resize', 50))
+        system.wait_census(done=number)  # its workers are up
+        for _ in range(2):
             number += len(system.insert('resize', 50))
             running.signal(signal.SIGSTOP)
-            time.sleep(1.3)  # no proof: deadlines pass while it is stopped
+            time.sleep(2.2)  # no proof: deadlines pass while it is stopped
             number += len(system.insert('resize', 50))
             running.signal(signal.SIGCONT)
         system.wait_census(done=number)
