@@ -349,6 +349,7 @@ def test_status_shows_who_does_what(system):
         system.insert('b', 3)
         system.execute("INSERT INTO queue (stage, status, timeout) VALUES ('b', 'paused', now() + interval '1 hour')")
         system.wait_census(done=3, running=2, pending=3, paused=1)
+        system.wait_begun(5)  # a worker is counted once it is connected
         result = call('-c', system.write_config({'a': 'true', 'b': 'true'}), 'status', '--json')
         assert result.code == 0
         seen = json.loads(result.out)
