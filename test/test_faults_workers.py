@@ -310,6 +310,7 @@ def test_b32_a_bystander_in_the_dispatchers_group_survives_500_kills_of_workers(
         system.insert('resize', number)
         system.wait_census(120, failed=number)
         wait_until(lambda: running.log().count('reaped worker') == number)
+        print('cooling', running.log().count('cooling'))
         assert running.log().count('SIGKILL') >= number
         assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING
         os.kill(pid, signal.SIGKILL)
