@@ -60,7 +60,7 @@ FAULT_AT = {  # where the trigger stands
     'flush': 'BEFORE UPDATE ON dispatch_stats FOR EACH ROW WHEN (OLD.flush <> NEW.flush)',
     'commit': 'AFTER UPDATE ON queue DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (OLD.status <> NEW.status)',
 }
-CODES = ['terminate', '40001', '40P01', '55P03', '57014', '25006', '53100', '53200', 'P0001', '22012', 'XX000']
+CODES = ['terminate', '40001', '40P01', '55P03', '57014', '53100', 'P0001']
 
 
 class Link:
