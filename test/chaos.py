@@ -1262,8 +1262,9 @@ def touch(w, statement, final, effects=()):
     raise NoEffect('no such rows')
 
 
-RUNNING = "(SELECT ingress_id FROM queue WHERE status = 'running' AND stage IN ('a', 'b', 'c') LIMIT 3)"
-PENDING = "(SELECT ingress_id FROM queue WHERE status = 'pending' AND stage IN ('a', 'b', 'c') LIMIT 3)"
+# FOR UPDATE: a row that its worker finished this moment is not taken for one that runs, and run once more.
+RUNNING = "(SELECT ingress_id FROM queue WHERE status = 'running' AND stage IN ('a', 'b', 'c') LIMIT 3 FOR UPDATE)"
+PENDING = "(SELECT ingress_id FROM queue WHERE status = 'pending' AND stage IN ('a', 'b', 'c') LIMIT 3 FOR UPDATE)"
 
 
 @fault

@@ -284,7 +284,7 @@ def test_killed_at_its_nth_send_or_write_the_next_start_recovers_everything(syst
     stages = {'a': system.stub('advance=b'), 'b': system.stub()}
     config = system.write_config(stages)
     killed = number = 0
-    for n in range(1, 60) if MORE else range(1, 40, 3):
+    for n in range(1, 60) if MORE else range(1, 40, 4):
         steps = {'b': ['pause=0.01', 'fail']}
         number += len(system.insert('a', 2, stub=steps))
         monkeypatch.setattr(support, 'PYTHON', strace + [
@@ -301,7 +301,7 @@ def test_killed_at_its_nth_send_or_write_the_next_start_recovers_everything(syst
                         process.kill()
                 running.kill()
                 wait_until(lambda: not running.family(), 5)
-    assert killed >= (20 if MORE else 8)
+    assert killed >= (20 if MORE else 6)
     monkeypatch.setattr(support, 'PYTHON', python)
     with Running(config) as running:
         running.wait_log('took over')

@@ -300,7 +300,7 @@ def test_b32_a_bystander_in_the_dispatchers_group_survives_500_kills_of_workers(
         'setsid', 'sh', '-c', 'sleep 1000 & echo $! > "$0"; exec "$@"', bystander] + support.PYTHON)
     # It answers, so that the stage does not cool down, and is killed for what follows.
     worker = system.script('worker', "read -r id; printf '1 fine\\ngarbage\\n'; exec sleep 100\n")
-    number = 500 if MORE else 250
+    number = 500
     stage = {'PROGRAM': worker, 'PARALLELISM': 2, 'PACK_BELOW': 0, 'QUEUE_LIMIT': 1}  # no three deaths in a row
     with system.run({'resize': stage}) as running:
         running.wait_log('took over')
@@ -353,12 +353,12 @@ def test_descriptors_exhausted_for_a_while_are_waited_for(system):
 
 def test_too_few_descriptors_at_the_start_end_in_no_internal_error(system):
     config = system.write_config({'resize': system.stub()})
-    for number in range(5, 12):
+    for number in range(4, 14) if MORE else range(7, 10):
         process = subprocess.Popen(['prlimit', '--nofile=%d:1024' % number] + support.PYTHON
                                    + [support.DISPATCHER, '-c', config], stdin=subprocess.DEVNULL,
                                    stderr=subprocess.PIPE)
         try:
-            process.wait(1.5)
+            process.wait(1)
         except subprocess.TimeoutExpired:  # it waits, or works
             process.terminate()
         err = process.communicate(timeout=10)[1].decode()
