@@ -180,6 +180,7 @@ SURVIVORS_POLL_S = 0.1
 STRANGERS_FIRST_S, STRANGERS_S = 5.0, 3600.0  # when rows of stages without a section are looked for
 IDLE_FLUSH_S = 1.0  # statistics are written this long after the last flush when nothing is in flight
 LEAST_INTERVAL_S = 0.05  # of heartbeats and flushes, whatever the configuration says: no busy loop
+STALL_S = 0.1  # of a turn, beyond which its instant does not stand for the whole of it
 LONGEST_WAIT_S = 3600.0  # select() takes no infinity
 WATCH_S = 2.0  # between two looks of status --watch
 OLD_TRANSACTION_S = 300.0  # check warns of a transaction that holds back vacuum for longer
@@ -2579,6 +2580,10 @@ class Dispatcher:
             when = following
         clock = self._clock()
         self.pace.lag_s = max(self.pace.lag_s, clock - self.now)
+        if clock - self.now > STALL_S:  # we were stopped in the middle of a turn: what it handed was handed just now
+            for worker in self.workers.values():
+                if worker.head_since == self.now:
+                    worker.head_since = clock
         timeout_s = min(max(0.0, when - clock), LONGEST_WAIT_S)
         events = self._selector.select(0 if self.inbox else timeout_s)
         self.now = self._clock()
