@@ -23,7 +23,7 @@ import bench
 import pepsidispatch
 
 TICK_S = 0.005  # between two looks at the counters: a worker's pipe holds far more than it does in that time
-DEPTH = 1000  # ids in the pipe of a worker of the limit
+DEPTH = 500  # ids in the pipe of a worker of the limit, at most
 BULK = 512  # ids in a statement of the limit of three stages
 WINDOW = (0.1, 0.95)  # share of the passes at which measuring begins and ends
 
@@ -53,10 +53,13 @@ class Loops:
         return [process for stage in self.stages for process in stage]
 
     def feed(self, stage, ids):
-        """Fill the pipes of a stage's workers from a deque of ids."""
-        for process in self.stages[stage]:
-            room = min(DEPTH - self._unanswered[process.pid], len(ids))
-            if room > DEPTH // 4 or (room and not self._unanswered[process.pid]):
+        """Fill the pipes of a stage's workers, evenly, from a deque of ids."""
+        workers = self.stages[stage]
+        for process in workers:
+            # Less and less towards the end: no worker is to have much left when the others have nothing.
+            level = min(DEPTH, len(ids) // (2 * len(workers)) + 1)
+            room = min(level - self._unanswered[process.pid], len(ids))
+            if room > 0:
                 os.write(process.stdin.fileno(), b''.join(b'%d\n' % ids.popleft() for _ in range(room)))
                 self._unanswered[process.pid] += room
 

@@ -1,4 +1,5 @@
 """The benchmarks run, and what they print can be read; what it says is nothing that a test could judge."""
+import collections
 import json
 import os
 import subprocess
@@ -55,6 +56,24 @@ def test_every_worker_has_a_counter_of_its_own(tmp_path):
     shared = bench.Shared(str(tmp_path))
     numbers = bench_worker.map_shared(shared.path)
     assert len({bench_worker.take_slot(shared.path, numbers) for _ in range(100)}) == 100
+
+
+def test_the_limit_keeps_all_its_workers_at_work_however_few_ids_there_are(tmp_path):
+    shared = bench.Shared(str(tmp_path))
+    loops = bench_throughput.Loops([shared.command(work_s=0.001)], 4)
+    ids, answered = collections.deque(range(100)), []
+
+    def done():
+        loops.feed(0, ids)
+        answered.extend(loops.answers(0))
+        return len(answered) == 100
+
+    try:
+        bench.support.wait_until(done)
+    finally:
+        loops.close()
+    assert sorted(answered) == list(range(100))
+    assert all(10 < passes < 50 for passes in bench_worker.map_shared(shared.path)[1:5])
 
 
 def test_cpu_time_of_a_process_is_seen():
