@@ -259,13 +259,27 @@ class Meter:
 
 # -- the dispatcher ----------------------------------------------------------------------------------------------------
 
+def make_launcher(directory):
+    """Return the path of a program like the one that pip installs: run as a script the module would be compiled at each
+    start, and what that takes of the memory would stay."""
+    path = os.path.join(directory, 'pepsi-dispatch')
+    with open(path, 'w') as file:
+        file.write('import sys\nsys.path.append(%r)\nimport pepsidispatch\nsys.exit(pepsidispatch.main())\n'
+                   % os.path.dirname(os.path.abspath(pepsidispatch.__file__)))
+    return path
+
+
 class Dispatcher(support.Running):
     """A dispatcher under measurement; its log tells the pace twice a second."""
 
     def __init__(self, directory, dsn, stages, **options):
         """stages: name -> options. Waits until it has taken over."""
-        options = dict(CALM, STATS_INTERVAL='500 ms', **options)
-        super().__init__(support.write_config(directory, dsn, stages, **options), options=('-v',))
+        config = support.write_config(directory, dsn, stages, **dict(CALM, STATS_INTERVAL='500 ms', **options))
+        program, support.DISPATCHER = support.DISPATCHER, make_launcher(directory)
+        try:
+            super().__init__(config, options=('-v',))
+        finally:
+            support.DISPATCHER = program
         self.wait_log('took over')
 
     def ask_state(self):
