@@ -60,7 +60,7 @@ Options:
 # one. So nothing that the server does (a lock, a lost link, a checkpoint) keeps the loop from
 # serving workers, watchdogs and signals, and there is no second loop inside a wait. What stands
 # between two statements of one operation is written as a generator that yields statements.
-# A notification is seen by the same read that sees a reply: none can be swallowed.
+# A notification that comes in one read with a reply is looked for after it: none can be swallowed.
 #
 # Numbered invariants, referred to below:
 #
@@ -2276,6 +2276,7 @@ class Queue:
             return []
         try:
             rows = self._cursor.fetchall() if self._cursor.description else []
+            self._conn.poll()  # a notification of the same read as the reply: libpq has it, the selector knows nothing
         except (psycopg2.Error, ValueError) as e:
             return self._failed(e)
         log.log(TRACE, 'replied %s: %d rows after %.1f ms', self._name, len(rows),

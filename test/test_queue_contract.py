@@ -5,12 +5,15 @@ The real one is driven by the smallest loop there is; the fake one by its world.
 import contextlib
 import json
 import math
+import os
 import select
+import socket
 import time
 
 import pepsidispatch as m
 import psycopg2
 import pytest
+import support
 from simulation import World, opened
 
 CONFIG = '[stage-a]\nPROGRAM = x\n'
@@ -267,6 +270,30 @@ def test_a_notification_rings_once_however_many_come(ready):
     claim(ready, [('a', 1, m.FIRST_ID)])
     claim(ready, [('a', 1, m.FIRST_ID)])
     assert ready.queue.rung() and not ready.queue.rung()
+
+
+def test_a_notification_that_comes_right_behind_a_reply_rings(dsn):
+    """One read brings both: libpq has both, and the selector will not say so again."""
+    with contextlib.closing(Real(dsn)) as real:
+        real.wait(m.Taken)
+        queue = real.queue
+        queue.rung()
+        assert queue.claim([m.Want('a', 1, m.FIRST_ID)], []) == []
+        with contextlib.closing(socket.socket(fileno=os.dup(queue.fd))) as peek:
+            peek.setblocking(False)
+            support.wait_until(lambda: b'Z\0\0\0\5I' in arrived(peek), what='the reply')
+            real.notify()
+            support.wait_until(lambda: arrived(peek).endswith(b'ingress\0\0'), what='the notification')
+        assert isinstance(real.wait(m.Reply), m.Reply)
+        assert queue.rung() or (select.select([queue.fd], [], [], 0)[0] and not queue.receive() and queue.rung())
+
+
+def arrived(connection):
+    """Return what has arrived at a socket and was not read."""
+    try:
+        return connection.recv(65536, socket.MSG_PEEK)
+    except BlockingIOError:
+        return b''
 
 
 def test_an_insert_and_a_change_of_a_row_that_does_not_run_ring(ready):
