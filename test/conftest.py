@@ -19,7 +19,7 @@ import support
 # Where libpq connects to and what pepsi-dispatch reads must not come from the environment of whoever runs the tests.
 # PG_HOME and the like are ours.
 for name in list(os.environ):
-    if re.match('PG[A-Z]|PEPSI_', name):
+    if re.match('PG[A-Z]|PEPSI_|NO_COLOR$|JOURNAL_STREAM$|SUPERVISOR_', name):
         del os.environ[name]
 
 MARK = 'pytest-%d' % os.getpid()
