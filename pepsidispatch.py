@@ -139,6 +139,7 @@ EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERNAL, EXIT_RUNNING, EXIT_CONFIG = 64, 69,
 CONFIG_DEFAULT = '/etc/pepsi/pepsi.conf'
 CHANNEL = 'ingress'
 LOCK_KEY = 0x7065707369  # 'pepsi', the advisory lock of the one dispatcher of a database
+SILENT_KEY, HUSH_KEY = LOCK_KEY + 1, LOCK_KEY + 2  # those of the wake-up; see pepsi_dispatch_wake()
 FIRST_ID, LAST_ID = -2 ** 63, 2 ** 63 - 1  # of a bigint
 
 LINE_LIMIT = 8192  # bytes of an answer, without its newline
@@ -164,6 +165,9 @@ SETTLE_LIMIT = 1000  # outcomes a statement
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
 LOOK_GAP_S = (0.0125, 0.1)  # after claims that found nothing, before a notification causes the next
+THICK, THICK_S = 10, 0.1  # so many notifications within that time cost those who insert more than looking costs us
+HUSH_S = 0.5  # then the triggers are silent for so long, and we look by ourselves every LOOK_GAP_S
+HUSH_WAIT_S = 0.02  # for silent transactions that are under way, at the end of that
 BELOW_GAP_S = (0.1, 1.0)  # between two claims from the beginning: under an old snapshot they read all dead entries
 SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
 SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
@@ -630,9 +634,15 @@ CREATE TABLE IF NOT EXISTS dispatch_stats (
 CREATE UNIQUE INDEX IF NOT EXISTS dispatch_stats_single_row ON dispatch_stats ((true));
 INSERT INTO dispatch_stats DEFAULT VALUES ON CONFLICT DO NOTHING;
 
+-- A notification serialises the commits of all who send one. Where they come thick the dispatcher takes lock %(hush)d
+-- and looks by itself: then nobody sends any. Who may be silent holds lock %(silent)d, shared, until the end of the
+-- transaction: the dispatcher gets it, before it waits for notifications again, when none of them is still to commit.
 CREATE OR REPLACE FUNCTION pepsi_dispatch_wake() RETURNS trigger LANGUAGE plpgsql AS $wake$
 BEGIN
-    PERFORM pg_notify('ingress', '');
+    IF NOT pg_try_advisory_xact_lock_shared(%(silent)d)
+       OR pg_try_advisory_lock_shared(%(hush)d) AND pg_advisory_unlock_shared(%(hush)d) THEN
+        PERFORM pg_notify('ingress', '');
+    END IF;
     RETURN NULL;
 END
 $wake$;
@@ -653,7 +663,7 @@ BEGIN
     END IF;
 END
 $init$;
-""" % {'key': LOCK_KEY & 0x7fffffff}
+""" % {'key': LOCK_KEY & 0x7fffffff, 'silent': SILENT_KEY, 'hush': HUSH_KEY}
 
 # Shown by init --print: roles are the operator's business.
 GRANTS = """
@@ -946,6 +956,16 @@ WITH fence AS (
 )
 SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
 """
+
+# Have those who insert be silent. Not waiting for it: they would be silent while we wait.
+HUSH = 'SELECT pg_try_advisory_lock(%d)' % HUSH_KEY
+# Wait until nobody is silent who is still to commit, for a moment; meanwhile all others notify. Then, in the same
+# transaction, have all notify again.
+ALL_HEARD = """
+SET LOCAL lock_timeout = '%dms';
+SELECT pg_advisory_xact_lock(%d)
+""" % (HUSH_WAIT_S * 1000, SILENT_KEY)
+CALL = ALL_HEARD + '; SELECT pg_advisory_unlock(%d)' % HUSH_KEY
 
 # Stages that have pending rows and no section. A loose index scan: one look for each stage, not one for each row.
 STRANGERS = """
@@ -1862,15 +1882,15 @@ def unusable(e: Exception) -> str:
 
 
 class _Bell:
-    """Stands in for the list of notifications: remembers only that there was one, however many come. Those that our own
-    writes cause, by a trigger of somebody, are no news."""
+    """Stands in for the list of notifications: only counts them. Those that our own writes cause, by a trigger of
+    somebody, are no news."""
 
     def __init__(self) -> None:
-        self.rung = False
+        self.rung = 0
         self.own = 0  # our server process
 
     def append(self, notify: Any) -> None:
-        self.rung = self.rung or notify.pid != self.own
+        self.rung += notify.pid != self.own
 
 
 RETRIABLE = frozenset(['40001', '40P01'])  # serialization failure, deadlock
@@ -1953,6 +1973,7 @@ class Queue:
         self._failures = 0  # in a row, of getting a session
         self._skip_until = -math.inf  # claims skip locked rows until then
         self.partial = False  # the last claim met a bad row: what it did not return may be pending all the same
+        self._hushes = False  # this session has HUSH_KEY
         self._parked: Dict[int, Tuple[float, int]] = {}  # ids that cannot be written: passed over until when, tries
         self.link = Link.AWAY
         self.epoch: Optional[int] = None  # ours, once taken over
@@ -1994,9 +2015,9 @@ class Queue:
         """Whether claims skip locked rows now: what they did not return may be pending all the same."""
         return self._clock() < self._skip_until
 
-    def rung(self) -> bool:
-        """Take the notice that somebody sent a NOTIFY."""
-        rung, self._bell.rung = self._bell.rung, False
+    def rung(self) -> int:
+        """Take the notice that others sent NOTIFY, and how often."""
+        rung, self._bell.rung = self._bell.rung, 0
         return rung
 
     # operations: the reply is a fact of a later turn
@@ -2024,6 +2045,10 @@ class Queue:
         """Look for pending rows of other stages; the value of the reply is a list of (stage,)."""
         return self._start('strangers', self._single(Statement(STRANGERS, {'stages': array(stages)})))
 
+    def hush(self, silent: bool) -> List[Any]:
+        """Have our triggers be silent, or notify again; the value of the reply is which of the two is in force."""
+        return self._start('hush', self._hushing(silent))
+
     def flush(self, batch: Dict[str, Any]) -> List[Any]:
         """Add a sealed batch of statistics once; the value of the reply is what FLUSH says."""
         params = {key: array(value) if isinstance(value, list) else value for key, value in batch.items()}
@@ -2031,6 +2056,20 @@ class Queue:
 
     def _single(self, statement: Statement) -> Operation:
         return (yield statement)
+
+    def _hushing(self, silent: bool) -> Operation:
+        if silent:
+            # Not once more: a lock that is taken twice is to be given back twice.
+            self._hushes = (yield Statement('SELECT true' if self._hushes else HUSH))[0][0]
+            return self._hushes
+        try:
+            yield Statement(CALL if self._hushes else ALL_HEARD)
+        except psycopg2.Error as e:
+            if e.pgcode != LOCKED:
+                raise
+            return True
+        self._hushes = False
+        return False
 
     def _passed_over(self, held: Sequence[int]) -> List[int]:
         """The held ids, and those that are parked."""
@@ -2369,7 +2408,7 @@ class Queue:
         """Forget the connection. Closes our side only: the server finds out by itself."""
         conn, self._conn, self._cursor, self._statement = self._conn, None, None, None
         task, self._task = self._task, None
-        self.link, self.fd, self.writing, self._again = Link.AWAY, None, False, False
+        self.link, self.fd, self.writing, self._again, self._hushes = Link.AWAY, None, False, False, False
         if task is not None:
             task.close()
         if conn is not None:
@@ -2533,13 +2572,17 @@ class Dispatcher:
         self._sweep_at = 0.0  # when the next sweep at a heartbeat is due
         self._strangers: Set[str] = set()  # stages without a section that have pending rows, as last seen
         self._seek = False  # they are to be looked for
+        self._calls, self._calls_since = 0, -math.inf  # notifications, of late
+        self._came = 0  # rows claimed since we look by ourselves
+        self._silent = False  # not all who insert notify: we look by ourselves
+        self._hush: Optional[bool] = None  # that is to be changed
         self._queue_fd: Optional[Tuple[int, bool]] = None
         self._facts = {Heard: self._heard, Died: self._died, Signalled: self._signalled, Reply: self._replied,
                        Lost: self._lost, Waiting: self._waiting, Taken: self._taken, Replaced: self._replaced,
                        Failure: self._failed}  # type: Dict[type, Callable[[Any], None]]
         self._replies = {'claim': self._claimed, 'settle': self._settled, 'exchange': self._exchanged,
                          'revive': self._revived,
-                         'flush': self._flushed, 'strangers': self._met_strangers}  # type: Dict[str, Callable[[Any], None]]
+                         'flush': self._flushed, 'strangers': self._met_strangers, 'hush': self._hushed}  # type: Dict[str, Callable[[Any], None]]
         self._due = {'watchdog': self._watchdog, 'idle': self._idle, 'grace': self._grace, 'eof': self._end_of_file,
                      'cooldown': self._cooled, 'rest': self._rested}  # type: Dict[str, Callable[[Any], None]]
         self._selector.register(signals.fd, selectors.EVENT_READ, signals)
@@ -2619,15 +2662,29 @@ class Dispatcher:
         inbox, self.inbox = self.inbox, []
         for fact in inbox:
             self._facts[type(fact)](fact)
-        if self.queue.rung():
-            for pool in self.pools.values():
-                pool.look()
-            self._retry_at(self.now)  # with its gap: a stream of notifications must leave room for claims
+        calls = self.queue.rung()
+        if calls:
+            self._called()
+            self._count_calls(calls)
         for key in self.timers.take(self.now):
             if isinstance(key, tuple):
                 self._due[key[0]](key[1])
             else:
                 getattr(self, '_on_' + key)()
+
+    def _called(self) -> None:
+        """Somebody has made rows pending or paused, or may have: look for them."""
+        for pool in self.pools.values():
+            pool.look()
+        self._retry_at(self.now)  # with its gap: a stream of notifications must leave room for claims
+
+    def _count_calls(self, calls: int) -> None:
+        """Where notifications come thick, have those who send them be silent."""
+        if self.now > self._calls_since + THICK_S:
+            self._calls, self._calls_since = 0, self.now
+        self._calls += calls
+        if self._calls >= THICK and not self._silent and 'hush' not in self.timers:
+            self._hush = True
 
     def _from_queue(self, facts: List[Any]) -> None:
         """Take facts of the queue, and have the selector follow its descriptor, which changes while it connects."""
@@ -2893,6 +2950,7 @@ class Dispatcher:
             self.stats.flushed()
         self._holder = ''
         self._swept = False
+        self._silent, self._hush = True, False  # of the session before ours there may be some who are to commit
         self._well('link')
         if first:
             self._on_survivors()
@@ -2922,7 +2980,9 @@ class Dispatcher:
             self.timers.set('survivors', self.now + SURVIVORS_POLL_S)
 
     def _lost(self, fact: Lost) -> None:
-        self.timers.cancel('backoff')
+        for name in ('backoff', 'hush', 'peek'):
+            self.timers.cancel(name)
+        self._hush = None
         self._swept = False
         self.outbox.lost()
         self._look_again(self._wants)
@@ -2954,7 +3014,8 @@ class Dispatcher:
     def _replied(self, fact: Reply) -> None:
         name = fact.name
         where = {'flush': 'writing statistics', 'revive': 'retrying',
-                 'strangers': 'looking for stages without a section'}.get(name, 'the queue')
+                 'strangers': 'looking for stages without a section',
+                 'hush': 'silencing triggers'}.get(name, 'the queue')
         if fact.error is None:
             self._failures.pop(where, None)
             self._well(where)
@@ -2963,10 +3024,10 @@ class Dispatcher:
             when = self.now + min(first * 2 ** min(self._failures[where], 20), longest)
             self._failures[where] += 1
             verb = {'exchange': 'settle and claim', 'flush': 'write statistics', 'revive': 'retry',
-                    'strangers': 'look for stages without a section'}.get(name, name)
+                    'strangers': 'look for stages without a section', 'hush': 'silence triggers'}.get(name, name)
             self._ill(where, 'cannot %s: %s; trying again until it works' % (verb, complaint(fact.error)))
-            if name == 'strangers':
-                pass  # in an hour
+            if name in ('strangers', 'hush'):
+                pass  # in an hour; in HUSH_S
             elif name == 'flush':  # what nobody waits for holds up nothing else
                 self._flush, self._flush_after = False, when
             elif name == 'revive' and not self._sweeping:
@@ -2993,6 +3054,7 @@ class Dispatcher:
         self.pace.claims += 1
         self.pace.claim_s += self.now - self._asked_at
         self.pace.rows += len(rows or ())
+        self._came += len(rows or ())
         if rows is None:
             self._look_again(wants)
             return
@@ -3092,6 +3154,15 @@ class Dispatcher:
         """Have paused rows retried at `when`, but not sooner than RETRY_GAP_S after the last time."""
         self.timers.soonest('due', max(when, self._revived_at + RETRY_GAP_S))
 
+    def _hushed(self, silent: Optional[bool]) -> None:
+        if silent is not None and silent is not self._silent:
+            log.debug('notifications come thick: looking by ourselves' if silent else 'waiting for notifications')
+            self._silent = silent
+        self._came, self._hush = 0, None
+        self.timers.set('hush', self.now + HUSH_S)
+        self.timers.set('peek', self.now + LOOK_GAP_S[0] if self._silent else math.inf)
+        self._called()  # for what came while nobody notified, or before this session
+
     def _revived(self, rows: Optional[List[Tuple[str, Optional[str], int, Optional[float]]]]) -> None:
         self._revived_at = self.now
         if rows is None:
@@ -3117,8 +3188,6 @@ class Dispatcher:
             self._from_queue(self.queue.give_up('the session has lost its lock'))
             return
         if self._sweeping:
-            for pool in self.pools.values():
-                pool.look()
             self._sweep_at = self.now + (self.now - self._asked_at) / SWEEP_SHARE
             self._swept, self._sweeping = True, False
             if 'strangers' not in self.timers:
@@ -3173,6 +3242,17 @@ class Dispatcher:
     def _on_below(self) -> None:
         for pool in self.pools.values():
             pool.looking = pool.looking or pool.below
+
+    def _on_hush(self) -> None:
+        if self._silent and self._came / HUSH_S < THICK / THICK_S:
+            self._hush = False
+        elif self._silent:  # messages come as thick as before
+            self._came = 0
+            self.timers.set('hush', self.now + HUSH_S)
+
+    def _on_peek(self) -> None:
+        self._called()
+        self.timers.set('peek', self.now + LOOK_GAP_S[0])
 
     def _on_look(self) -> None:
         """The gap after claims that found nothing is over."""
@@ -3292,7 +3372,11 @@ class Dispatcher:
             return
         self._asked_at = self.now
         rooms = self._rooms()
-        if self.outbox.fresh and not rooms:
+        if self._hush is not None and self._swept and self.phase is Phase.SERVING:
+            silent, self._hush = self._hush, None
+            self.timers.set('hush', self.now + HUSH_S)
+            self._from_queue(queue.hush(silent))
+        elif self.outbox.fresh and not rooms:
             self._from_queue(queue.settle(self.outbox.take(SETTLE_LIMIT)))
         elif not self._swept:
             if self._alone and (self.phase is Phase.SERVING or not self.workers):
@@ -3895,6 +3979,8 @@ def check_wake_up(found: Findings, session: Session, config: Config) -> None:
         session.conn.poll()
     if session.conn.notifies:
         found.ok('queue: an INSERT sends a notification, and it arrives')
+    elif not session.ask('SELECT pg_try_advisory_xact_lock_shared(%d)' % HUSH_KEY)[0][0]:
+        found.ok('queue: messages come so thick that the dispatcher looks by itself, without notifications')
     else:
         found.note('warning', hint, '-- pepsi-dispatch init --print shows the trigger')
 

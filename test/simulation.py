@@ -71,13 +71,14 @@ class Table:
         self.totals = [0, 0]  # stages, messages
         self.stats = {}  # stage -> [processed, failed, timeouts, crashes, seconds]
         self.listeners = []
+        self.silent = False  # who inserts does not notify
         self._ids = itertools.count(1)
 
     def insert(self, stage, status='pending', timeout=None, id=None):
         """What pepsi-ingress does, and its trigger."""
         id = next(self._ids) if id is None else id
         self.rows[id] = Row(stage, status, timeout)
-        self.notify()
+        self._trigger()
         return id
 
     def update(self, id, **values):
@@ -90,12 +91,16 @@ class Table:
             setattr(row, name, value)
         if (row.status in ('pending', 'paused') and before[1] != 'running'
                 and before != (row.stage, row.status, row.timeout)):
-            self.notify()
+            self._trigger()
 
     def notify(self):
         """NOTIFY ingress."""
         for listener in self.listeners:
             listener()
+
+    def _trigger(self):
+        if not self.silent:
+            self.notify()
 
     def is_locked(self, id):
         """Whether somebody else holds the lock of a row."""
@@ -390,7 +395,8 @@ class FakeQueue:
         self.statements = 0
         self.log = []  # (instant, name) of every statement of an operation
         self._facts = collections.deque()  # arrived, not received
-        self._notices = self._bell = self._listening = False
+        self._notices = self._bell = 0
+        self._listening = False
         self._operation = None
         self._executes_at = 0.0  # when the server is done with the last statement, whether we wait for it or not
         self._session = 0
@@ -403,7 +409,7 @@ class FakeQueue:
 
     def _notified(self):
         if self._listening and not self._world.frozen:
-            self._notices = True
+            self._notices += 1
 
     def _events(self, fd):
         return selectors.EVENT_READ if self._facts or self._notices else 0
@@ -418,8 +424,8 @@ class FakeQueue:
         return self._lose('no reply')
 
     def receive(self):
-        if self._notices:
-            self._notices, self._bell = False, True
+        self._bell += self._notices
+        self._notices = 0
         received = []
         while self._facts:
             fact = self._facts.popleft()
@@ -452,7 +458,7 @@ class FakeQueue:
         return self._world.now < self._skip_until
 
     def rung(self):
-        rung, self._bell = self._bell, False
+        rung, self._bell = self._bell, 0
         return rung
 
     def snap(self, reason='terminated by the administrator'):
@@ -505,7 +511,8 @@ class FakeQueue:
             self._world.close_fd_later(self.fd)
         self.link, self.fd, self._operation = self._m.Link.AWAY, None, None
         self._session += 1
-        self._listening = self._notices = False
+        self._listening = self._table.silent = False
+        self._notices = 0
         self._facts.clear()
 
     # operations
@@ -532,6 +539,9 @@ class FakeQueue:
         stages = frozenset(stages)
         return self._start('strangers', lambda: sorted({(row.stage,) for row in self._table.rows.values()
                                                         if row.status == 'pending' and row.stage not in stages}))
+
+    def hush(self, silent):
+        return self._start('hush', lambda: self._hush(silent))
 
     def flush(self, batch):
         batch = dict(batch)
@@ -671,6 +681,10 @@ class FakeQueue:
             reply += [(what, stage, number, None) for stage, number in count.items()]
         return reply + [('lock', None, int(sweep and not self.robbed), None), ('lost', None, len(lost), None),
                         ('ripe', None, len(ripe), None), ('next', None, 0, min(following) if following else None)]
+
+    def _hush(self, silent):
+        self._table.silent = silent
+        return silent
 
     def _flush(self, batch):
         table, before = self._table, (self._table.epoch, self._table.flush)
@@ -1495,7 +1509,7 @@ class History(World):
         getattr(self, '_do_' + deed.replace(' ', '_'))(id)
 
     def _do_insert(self, id):
-        for _ in range(self.random.choice([1, 4])):
+        for _ in range(self.random.choice([1, 4, 4, 15])):
             self.table.insert(self.random.choice(self._stages + ['elsewhere']))
 
     def _do_cancel(self, id):

@@ -3,8 +3,11 @@ import collections
 import contextlib
 import json
 import os
+import random
 import re
 import signal
+import threading
+import time
 
 import psycopg2
 import pytest
@@ -52,6 +55,42 @@ def flood_counter(system):
 
 
 # -- what wakes the dispatcher; the heartbeat of all these is an hour --------------------------------------------------
+
+def insert_thick(dsn, until, holds, ids):
+    """Insert messages, one a transaction, until then; every twentieth transaction stays open for a while."""
+    with contextlib.closing(psycopg2.connect(dsn)) as connection, connection.cursor() as cursor:
+        while time.monotonic() < until:
+            cursor.execute("INSERT INTO queue (stage) VALUES ('resize') RETURNING ingress_id")
+            ids.append(cursor.fetchone()[0])
+            if len(ids) % 20 == 0:
+                cursor.execute('SELECT pg_sleep(%s)', (holds.random() * 0.2,))
+            connection.commit()
+        cursor.execute("INSERT INTO queue (stage) VALUES ('resize') RETURNING ingress_id")
+        ids.append(cursor.fetchone()[0])
+        cursor.execute('SELECT pg_sleep(%s)', (holds.random(),))
+        connection.commit()
+
+
+def test_none_of_many_inserts_is_missed_while_they_do_not_notify_nor_when_that_ends(system):
+    with system.run({'resize': {'PROGRAM': system.stub('--blind'), 'QUEUE_LIMIT': 16}}) as running:
+        running.wait_log('took over')
+        silences = 0
+        for _ in range(3):
+            start, ids, until = len(running.log()), [[] for _ in range(6)], time.monotonic() + 1
+            clients = [threading.Thread(target=insert_thick, args=(system.dsn, until, random.Random(number), list))
+                       for number, list in enumerate(ids)]
+            for client in clients:
+                client.start()
+            for client in clients:
+                client.join()
+            wait_until(lambda: system.census().keys() == {'done'}, 5)
+            if 'looking by ourselves' in running.log()[start:]:
+                running.wait_log('waiting for notifications', start=start)
+                silences += 1
+            system.wait_status(system.insert_one('resize'), 'done', 2)
+    assert silences
+    assert system.totals()[0] == len(system.begun()) == system.census()['done'] > 100
+
 
 def test_insert_wakes_a_dispatcher_that_would_not_look_for_an_hour(system):
     with system.run({'resize': system.stub()}) as running:

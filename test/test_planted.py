@@ -139,11 +139,16 @@ DEFECTS = {
          "        for kind in ('watchdog', 'idle', 'eof'):\n")),
     'a notification during a statement is swallowed': (
         simulated.test_a_row_that_is_inserted_while_a_statement_is_under_way_is_claimed,
-        ('        if self.queue.rung():\n', '        if self.queue.rung() and not self.queue.busy():\n')),
+        ('        if calls:\n', '        if calls and not self.queue.busy():\n')),
+    'nobody looks while those who insert are silent': (
+        simulated.test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not,
+        ("        self.timers.set('peek', self.now + LOOK_GAP_S[0] if self._silent else math.inf)\n", '')),
+    'those who insert stay silent for ever': (
+        simulated.test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not,
+        ('            self._hush = False\n', '            pass\n')),
     'nobody looks after a reconnect': (
         simulated.test_a_row_that_is_inserted_while_the_database_is_away_is_claimed_when_it_is_back,
-        ('        if self._sweeping:\n            for pool in self.pools.values():\n                pool.look()\n',
-         '        if self._sweeping:\n')),
+        ('        self._called()  # for what came while nobody notified, or before this session\n', '')),
     'a locked row is passed over and forgotten': (
         simulated.test_a_locked_row_delays_no_other_and_is_claimed_soon_after_it_is_free,
         ("            self.timers.soonest('locked', self.now + SKIP_LOCKED_S)\n", '            pass\n')),
@@ -290,7 +295,17 @@ SQL_DEFECTS = {
         contract.test_nothing_that_the_session_does_rings,
         ("                AND current_setting('pepsi.dispatcher', true) IS DISTINCT FROM 'on')\n",
          '                )\n'),
-        ('self.rung = self.rung or notify.pid != self.own', 'self.rung = True')),
+        ('self.rung += notify.pid != self.own', 'self.rung += 1')),
+    'a notification that comes in one read with a reply is missed': (
+        contract.test_a_notification_that_comes_right_behind_a_reply_rings,
+        ('            self._conn.poll()  # a notification', '            # a notification')),
+    'a transaction that is silent is not waited for': (
+        contract.test_notifications_are_not_waited_for_before_the_last_silent_transaction_has_ended,
+        ('IF NOT pg_try_advisory_xact_lock_shared(%(silent)d)\n       OR ', 'IF ')),
+    'who inserts is silent though somebody waits for the last of them': (
+        contract.test_while_it_is_waited_for_the_end_of_silent_transactions_all_others_notify,
+        ('IF NOT pg_try_advisory_xact_lock_shared(%(silent)d)\n       OR ',
+         'PERFORM pg_try_advisory_xact_lock_shared(%(silent)d); IF ')),
     'an ordinary update by a worker wakes the dispatcher': (
         contract.test_an_insert_and_a_change_of_a_row_that_does_not_run_ring,
         ("NEW.status IN ('pending', 'paused') AND OLD.status <> 'running'", "NEW.status IN ('pending', 'paused')")),

@@ -8,6 +8,7 @@ import math
 import os
 import select
 import socket
+import threading
 import time
 
 import pepsidispatch as m
@@ -23,7 +24,7 @@ class Real:
     """Queue against a PostgreSQL, and a second session that plays everybody else."""
 
     def __init__(self, dsn):
-        self._dsn = dsn
+        self.dsn = dsn
         self._other = psycopg2.connect(dsn)
         self._other.autocommit = True
         with self._other.cursor() as cursor:
@@ -48,7 +49,8 @@ class Real:
         return next(fact for fact in facts if isinstance(fact, kind))
 
     def insert(self, id, stage, status='pending', due_s=None):
-        self.execute('INSERT INTO queue (ingress_id, stage, status, timeout) VALUES (%s, %s, %s, '
+        self.execute("INSERT INTO queue (ingress_id, stage, status, timeout)"
+                     " VALUES (coalesce(%s, nextval(pg_get_serial_sequence('queue', 'ingress_id'))), %s, %s, "
                      "CASE WHEN %s::float8 = 'infinity' THEN 'infinity' ELSE now() + %s * interval '1 s' END)",
                      id, stage, status, due_s, None if due_s == math.inf else due_s)
 
@@ -97,7 +99,7 @@ class Real:
     @contextlib.contextmanager
     def locked(self, id):
         """While the block runs somebody else holds the lock of a row."""
-        with contextlib.closing(psycopg2.connect(self._dsn)) as holder:
+        with contextlib.closing(psycopg2.connect(self.dsn)) as holder:
             with holder.cursor() as cursor:
                 cursor.execute('SELECT FROM queue WHERE ingress_id = %s FOR UPDATE', (id,))
             yield
@@ -180,6 +182,13 @@ def connected(dsn):
     with contextlib.closing(Real(dsn)) as real:
         real.taken = real.wait(m.Taken)
         yield real
+
+
+@pytest.fixture
+def real(dsn):
+    """What only the real one has to be tested for."""
+    with connected(dsn) as ready:
+        yield ready
 
 
 @pytest.fixture(params=['real', 'fake'])
@@ -272,20 +281,89 @@ def test_a_notification_rings_once_however_many_come(ready):
     assert ready.queue.rung() and not ready.queue.rung()
 
 
-def test_a_notification_that_comes_right_behind_a_reply_rings(dsn):
+def test_a_notification_that_comes_right_behind_a_reply_rings(real):
     """One read brings both: libpq has both, and the selector will not say so again."""
-    with contextlib.closing(Real(dsn)) as real:
+    real.queue.rung()
+    assert real.queue.claim([m.Want('a', 1, m.FIRST_ID)], []) == []
+    with contextlib.closing(socket.socket(fileno=os.dup(real.queue.fd))) as peek:
+        peek.setblocking(False)
+        support.wait_until(lambda: b'Z\0\0\0\5I' in arrived(peek), what='the reply')
+        real.notify()
+        support.wait_until(lambda: arrived(peek).endswith(b'ingress\0\0'), what='the notification')
+    real.wait(m.Reply)
+    assert real.queue.rung()
+
+
+def hears(real):
+    """Tell whether a statement right after an insert brings a notification."""
+    real.insert(None, 'a')
+    claim(real, [('none', 1, m.FIRST_ID)])
+    return bool(real.queue.rung())
+
+
+def hush(real, silent):
+    return ask(real, real.queue.hush(silent))
+
+
+def test_who_inserts_is_silent_while_that_is_in_force(real):
+    assert hears(real)
+    for _ in range(2):
+        assert hush(real, True) is True
+        assert not hears(real)
+        assert hush(real, False) is False
+        assert hears(real)
+    for silent in (False, True, True, False):  # twice is no mistake
+        assert hush(real, silent) is silent
+    assert hears(real)
+    hush(real, True)
+    real.cut()
+    real.wait(m.Lost)
+    real.wait(m.Taken)
+    assert hears(real)
+
+
+def test_notifications_are_not_waited_for_before_the_last_silent_transaction_has_ended(real):
+    with contextlib.closing(psycopg2.connect(real.dsn)) as other:
+        hush(real, True)
+        other.cursor().execute("INSERT INTO queue (stage) VALUES ('a')")
+        assert hush(real, False) is True
+        assert not hears(real)
+        real.cut()  # nor by who comes after us
+        real.wait(m.Lost)
         real.wait(m.Taken)
-        queue = real.queue
-        queue.rung()
-        assert queue.claim([m.Want('a', 1, m.FIRST_ID)], []) == []
-        with contextlib.closing(socket.socket(fileno=os.dup(queue.fd))) as peek:
-            peek.setblocking(False)
-            support.wait_until(lambda: b'Z\0\0\0\5I' in arrived(peek), what='the reply')
-            real.notify()
-            support.wait_until(lambda: arrived(peek).endswith(b'ingress\0\0'), what='the notification')
-        assert isinstance(real.wait(m.Reply), m.Reply)
-        assert queue.rung() or (select.select([queue.fd], [], [], 0)[0] and not queue.receive() and queue.rung())
+        assert hears(real)
+        assert hush(real, False) is True
+        other.commit()
+        assert hush(real, False) is False
+        assert len(claim(real, [('a', 9, m.FIRST_ID)])) == 3
+
+
+def test_who_was_not_told_to_be_silent_notifies(real):
+    with contextlib.closing(psycopg2.connect(real.dsn)) as other:
+        other.cursor().execute("INSERT INTO queue (stage) VALUES ('a')")
+        assert hush(real, True) is True
+        assert not hears(real)
+        other.commit()
+        claim(real, [('none', 1, m.FIRST_ID)])
+        assert real.queue.rung()
+
+
+def test_while_it_is_waited_for_the_end_of_silent_transactions_all_others_notify(real):
+    hush(real, True)
+    with contextlib.closing(psycopg2.connect(real.dsn)) as waiter, \
+            contextlib.closing(psycopg2.connect(real.dsn)) as silent:
+        silent.cursor().execute("INSERT INTO queue (stage) VALUES ('a')")
+        patient = m.ALL_HEARD.replace('%dms' % (m.HUSH_WAIT_S * 1000), '30s')
+        wait = threading.Thread(target=waiter.cursor().execute, args=(patient,))
+        wait.start()
+        support.wait_until(lambda: real.execute(
+            "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"))
+        assert hears(real)
+        silent.commit()
+        wait.join()
+        assert hears(real)  # it has the lock
+        waiter.commit()
+        assert not hears(real)
 
 
 def arrived(connection):

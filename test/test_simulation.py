@@ -205,6 +205,29 @@ def test_a_stream_of_notifications_starves_nobody(module=pepsidispatch):
 
 # -- what is not to be missed ------------------------------------------------------------------------------------------
 
+def test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not(module=pepsidispatch):
+    with make(module, program=working(0.001)) as world:
+        world.run(seconds=10)
+        seen = []
+        for i in range(1500):
+            world.after(i * 0.002, lambda: (world.table.insert('a'), seen.append(world.table.silent)))
+        world.run(seconds=3)
+        assert seen[0] is False and sum(seen) > 1400
+        world.run(until=all_are(world, 'done'), limit_s=0.5)
+        world.run(seconds=3)
+        assert world.table.silent is False
+        before = world.queue.statements
+        world.run(seconds=50)
+        assert world.queue.statements - before <= 2  # statistics
+        for _ in range(20):  # all at once: that is over before it is noticed
+            world.table.insert('a')
+        world.run(until=lambda: world.table.silent, limit_s=0.1)
+        for _ in range(3):
+            world.table.insert('a')
+            world.run(until=all_are(world, 'done'), limit_s=0.3)
+        world.stop()
+
+
 def test_a_row_that_is_inserted_while_a_statement_is_under_way_is_claimed(module=pepsidispatch):
     for i in range(40):
         with make(module) as world:
