@@ -162,6 +162,7 @@ DEFER_S = (0.3, 30.0)  # before a row is tried again that could not be written, 
 
 DEFERRED_LIMIT = 100  # outcomes that cannot be written before they count towards the rows that may be running
 SETTLE_LIMIT = 1000  # outcomes a statement
+SETTLE_GAP_S = 0.005  # between two settlements that could as well be one, while more is at work
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
 LOOK_GAP_S = (0.0125, 0.1)  # after claims that found nothing, before a notification causes the next
@@ -172,6 +173,8 @@ BELOW_GAP_S = (0.1, 1.0)  # between two claims from the beginning: under an old 
 SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
 SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
 
+NAP_LEFT = 4
+NAP_S = 0.002  # answers wait for more of them for this long at most, while no worker is about to run dry
 PROBE_S = 0.1  # a stage of unknown speed shows it on one message; the others wait this long at most
 FILL_S = 1.0  # all workers of a slow stage are busy for this long: now ids are queued behind their heads
 START_S = 1.0  # a worker that reads nothing for this long is slow, not starting
@@ -218,7 +221,10 @@ class Row(str, enum.Enum):
     TIMEOUT = 'timeout'
 
 
-IN_PIPELINE = frozenset([Row.PENDING.value, Row.RUNNING.value, Row.PAUSED.value])
+# As the database writes them; looked up for each message.
+PENDING, RUNNING, PAUSED = Row.PENDING.value, Row.RUNNING.value, Row.PAUSED.value
+FAILED = frozenset([Row.FAILED.value, Row.TIMEOUT.value])
+IN_PIPELINE = frozenset([PENDING, RUNNING, PAUSED])
 
 
 class WorkerState(enum.Enum):
@@ -1084,11 +1090,12 @@ def array(values: Iterable[Any]) -> str:
     """Write numbers, or text and None, as PostgreSQL writes an array: one constant to the server, where psycopg2 makes
     of a list an expression for each element, parsed and planned every time."""
     values = list(values)
-    known = {v: 'NULL' if v is None else '"%s"' % v.replace('\\', '\\\\').replace('"', '\\"') if isinstance(v, str)
-             else repr(v) for v in set(values)}
-    if len(known) == 1:
-        return '{%s}' % ','.join(list(known.values()) * len(values))
-    return '{%s}' % ','.join([known[v] for v in values])
+    if not values or isinstance(values[0], (int, float)):
+        return '{%s}' % str(values)[1:-1]
+    alike = values.count(values[0]) == len(values)  # as nearly all are that are written together
+    texts = ['NULL' if v is None else '"%s"' % v.replace('\\', '\\\\').replace('"', '\\"')
+             for v in (values[:1] if alike else values)]
+    return '{%s}' % ','.join(texts * len(values) if alike else texts)
 
 
 # -- decisions: no I/O, no clock, no database, no log ------------------------------------------------------------------
@@ -1317,7 +1324,7 @@ class Pool:
         room = self.room(now)
         if 2 * room >= self.config.parallelism * self.config.queue_limit:
             return room
-        if self.ready:
+        if self.ready or not room:
             return 0
         dry = any(w.room() and len(w.inflight) <= 1 for w in self.workers)
         startable = len(self.workers) < self.config.parallelism and now >= self.breaker.spawn_at
@@ -1407,7 +1414,12 @@ class Outbox:
     def add(self, outcome: Outcome) -> None:
         """Take over an id that left its worker."""
         self.fresh[outcome.id] = outcome
-        self._unwritten[outcome.stage] += outcome.column != 'processed'
+        if outcome.column != 'processed':
+            self._unwritten[outcome.stage] += 1
+
+    def urgent(self) -> bool:
+        """Whether rows are running that nobody works on."""
+        return any(self._unwritten.values())
 
     def take(self, limit: int) -> List[Outcome]:
         """Move up to `limit` fresh outcomes to the sent ones; return them in id order, as rows are locked."""
@@ -1421,9 +1433,11 @@ class Outbox:
 
     def confirm(self, id: int) -> Outcome:
         """Give up an id: its commit is known."""
-        self._tries.pop(id, None)
+        if self._tries:
+            self._tries.pop(id, None)
         outcome = self.sent.pop(id)
-        self._unwritten[outcome.stage] -= outcome.column != 'processed'
+        if outcome.column != 'processed':
+            self._unwritten[outcome.stage] -= 1
         return outcome
 
     def unwritten(self, stage: str) -> int:
@@ -1436,7 +1450,8 @@ class Outbox:
         for id, outcome in self.sent.items():
             tries = self._tries[id] = self._tries.get(id, 0) + 1
             self.deferred[id] = now + min(first * 2 ** min(tries - 1, 20), longest), outcome
-            self._unwritten[outcome.stage] -= outcome.column != 'processed'
+            if outcome.column != 'processed':
+                self._unwritten[outcome.stage] -= 1
         self.sent = {}
         return min((when for when, _ in self.deferred.values()), default=math.inf)
 
@@ -1473,7 +1488,8 @@ class Stats:
         self._clear()
 
     def _clear(self) -> None:
-        self._stages: Dict[str, List[float]] = {}
+        self._stages: Dict[str, Dict[str, float]] = collections.defaultdict(
+            lambda: dict(dict.fromkeys(COLUMNS, 0), seconds=0.0))
         self._total = 0
         self._messages = 0
 
@@ -1487,22 +1503,21 @@ class Stats:
             return
         self._total += 1 + len(outcome.fused)
         if outcome.column:
-            row = self._stages.setdefault(outcome.stage, [0, 0, 0, 0, 0.0])
-            row[COLUMNS.index(outcome.column)] += 1
-            row[4] += outcome.seconds
+            row = self._stages[outcome.stage]
+            row[outcome.column] += 1
+            row['seconds'] += outcome.seconds
         for stage, seconds in outcome.fused:
-            row = self._stages.setdefault(stage, [0, 0, 0, 0, 0.0])
-            row[0] += 1
-            row[4] += seconds
+            row = self._stages[stage]
+            row['processed'] += 1
+            row['seconds'] += seconds
 
     def seal(self, epoch: int) -> Dict[str, Any]:
         """Return the parameters of FLUSH: the batch that is sealed, or a new one with all that was counted."""
         if not self.sealed:
             self.flush += 1
             names = sorted(self._stages)
-            columns = list(zip(*(self._stages[name] for name in names))) or [()] * 5
-            self.sealed = dict(zip(COLUMNS + ('seconds',), map(list, columns)), stages=names, total=self._total,
-                               messages=self._messages, flush=self.flush, epoch=epoch)
+            self.sealed = dict({column: [self._stages[name][column] for name in names] for column in COLUMNS + ('seconds',)},
+                               stages=names, total=self._total, messages=self._messages, flush=self.flush, epoch=epoch)
             self._clear()
         return self.sealed
 
@@ -1712,7 +1727,8 @@ class Worker:
         self.head_since = now  # when the head of line became it
         self.idle_since = now
         self.handed = 0  # ids in its life
-        self._allowance = pool.config.max_messages  # of ids in its life; 0: no end
+        self._limit = pool.config.queue_limit  # of unanswered ids
+        self._allowance = pool.config.max_messages or sys.maxsize  # of ids in its life
         self.answers = 0
         self.answered_at = -math.inf
         self.eof = False  # it closed its stdout
@@ -1730,8 +1746,8 @@ class Worker:
         """Ids that it could take now."""
         if self.state is not WorkerState.SERVING:
             return 0
-        room = self.pool.config.queue_limit - len(self.inflight)
-        return min(room, self._allowance - self.handed) if self._allowance else room
+        room, rest = self._limit - len(self.inflight), self._allowance - self.handed
+        return room if room < rest else rest
 
     def busy_s(self, now: float) -> float:
         """How long the head of line has been at work, as far as we know; a worker that is starting up works on
@@ -2212,7 +2228,7 @@ class Queue:
     def _params(self, outcomes: Sequence[Outcome]) -> Dict[str, Any]:
         lasting = any(o.column != 'processed' and o.status is not Row.PENDING for o in outcomes)
         return {'ids': array([o.id for o in outcomes]), 'stages': array([o.stage for o in outcomes]),
-                'verdicts': array([o.status.value for o in outcomes]), 'errors': array([o.error for o in outcomes]),
+                'verdicts': array([o.status for o in outcomes]), 'errors': array([o.error for o in outcomes]),
                 'durable': self._durable if lasting else 'off'}
 
     @staticmethod
@@ -2221,8 +2237,8 @@ class Queue:
         now: Dict[int, Settled] = {}
         for id, status, stage, due_s, found in rows:  # first as found, then as written
             now[id] = Settled(id, status, stage, due_s, found is None)
-        return [now.get(o.id, Settled(o.id, None, None, None, False)) for o in outcomes
-                if o.id not in now or now[o.id].status != Row.RUNNING.value]
+        gone = [Settled(o.id, None, None, None, False) for o in outcomes if o.id not in now]
+        return [row for row in now.values() if row.status != RUNNING] + gone
 
     # connecting
 
@@ -2530,8 +2546,9 @@ class Dispatcher:
                  start_child: Callable[..., Any] = Child, clock: Callable[[], float] = time.monotonic,
                  selector: Any = None, ended: Callable[[], Iterable[int]] = ended_children,
                  survivors: Callable[[str, int], List[int]] = find_survivors,
-                 load: Optional[Callable[[], Config]] = None) -> None:
+                 load: Optional[Callable[[], Config]] = None, sleep: Callable[[float], None] = time.sleep) -> None:
         self.config = config
+        self._sleep = sleep
         self._load = load or (lambda: config)
         self.queue = queue
         self.signals = signals
@@ -2562,6 +2579,7 @@ class Dispatcher:
         self._flush = False  # statistics are to be written
         self._resting: Set[int] = set()  # ids that re-enter their own stage, for RETRY_GAP_S
         self._wants: List[Want] = []  # of the claim under way
+        self._settled_at = -math.inf  # when outcomes were sent
         self._below_at = 0.0  # when a claim may start from the beginning again
         self._empty_claims = 0  # in a row
         self._failures = collections.Counter()  # type: Any  # of operations, in a row, by where
@@ -2629,9 +2647,27 @@ class Dispatcher:
                 if worker.head_since == self.now:
                     worker.head_since = clock
         timeout_s = min(max(0.0, when - clock), LONGEST_WAIT_S)
+        nap_s = min(self._nap_s(), timeout_s)
+        if nap_s and not self.inbox:
+            self._sleep(nap_s)
+            timeout_s -= nap_s
         events = self._selector.select(0 if self.inbox else timeout_s)
         self.now = self._clock()
         return events
+
+    def _nap_s(self) -> float:
+        """How long to sleep whatever happens, so that one turn takes several answers instead of one: not before the worker
+        that has least to do has done half of it."""
+        nap_s = 0.0
+        for pool in self.pools.values():
+            for worker in pool.workers:
+                left = len(worker.inflight)
+                if left:
+                    if left < NAP_LEFT or pool.average_s is None:
+                        return 0.0
+                    half_s = left * pool.average_s / 2
+                    nap_s = min(nap_s or NAP_S, half_s)
+        return nap_s
 
     def receive(self, events: Iterable[Tuple[Any, int]]) -> None:
         """Do the reading and the writing that is possible now; put what came into the inbox."""
@@ -3100,15 +3136,14 @@ class Dispatcher:
             return
         for row in settled:
             outcome = self.outbox.confirm(row.id)
-            failed = row.written and row.status in (Row.FAILED.value, Row.TIMEOUT.value)
-            if failed:
+            if row.written and row.status in FAILED:
                 log.info('set %d %s stage=%s: %s', row.id, row.status, quoted(outcome.stage), outcome.error)
                 if outcome.column == 'processed':
                     outcome = outcome._replace(column=None)
             self.stats.count(outcome, row.status not in IN_PIPELINE)
-            if row.status == Row.PENDING.value:
+            if row.status == PENDING:
                 self._appeared(row, outcome)
-            elif row.status == Row.PAUSED.value and row.due_s is not None:
+            elif row.status == PAUSED and row.due_s is not None:
                 if row.due_s < RETRY_GAP_S:
                     self._rest(row.id)
                 else:
@@ -3254,6 +3289,9 @@ class Dispatcher:
         self._called()
         self.timers.set('peek', self.now + LOOK_GAP_S[0])
 
+    def _on_gather(self) -> None:
+        """Outcomes have waited long enough for others."""
+
     def _on_look(self) -> None:
         """The gap after claims that found nothing is over."""
 
@@ -3376,7 +3414,8 @@ class Dispatcher:
             silent, self._hush = self._hush, None
             self.timers.set('hush', self.now + HUSH_S)
             self._from_queue(queue.hush(silent))
-        elif self.outbox.fresh and not rooms:
+        elif self.outbox.fresh and not rooms and not self._gathering():
+            self._settled_at = self.now
             self._from_queue(queue.settle(self.outbox.take(SETTLE_LIMIT)))
         elif not self._swept:
             if self._alone and (self.phase is Phase.SERVING or not self.workers):
@@ -3392,9 +3431,20 @@ class Dispatcher:
             self._wants = [pool.want(room, self.now >= self._below_at) for pool, room in rooms]
             held = self.held()
             if self.outbox.fresh:
+                self._settled_at = self.now
                 self._from_queue(queue.exchange(self.outbox.take(SETTLE_LIMIT), self._wants, held))
             else:
                 self._from_queue(queue.claim(self._wants, held))
+
+    def _gathering(self) -> bool:
+        """Whether outcomes wait for more to share their statement: not for long, and only while more is at work than has
+        ended, and none of them is a failure or goes back."""
+        when = self._settled_at + SETTLE_GAP_S
+        if self.now >= when or not self._swept or self.phase is not Phase.SERVING or self.outbox.urgent() \
+                or sum(pool.in_flight() for pool in self.pools.values()) < len(self.outbox.fresh):
+            return False
+        self.timers.soonest('gather', when)
+        return True
 
     def _ask_revive(self, sweep: bool) -> None:
         self._revive, self._sweep, self._sweeping = False, False, sweep

@@ -748,7 +748,7 @@ class World:
         self.dispatcher = module.Dispatcher(
             self.config, self.queue, self.signals, start_child=self._start_child, clock=lambda: self.now,
             selector=self.selector, ended=self._ended, survivors=self._find_survivors, load=lambda: self.config,
-            **options)
+            sleep=self._sleep, **options)
 
     def reload(self, config):
         """Change the configuration and send HUP."""
@@ -773,6 +773,12 @@ class World:
         when, _, do = heapq.heappop(self.events)
         self.now = max(self.now, when)
         do()
+
+    def _sleep(self, seconds):
+        until = self.now + seconds
+        while self.events and self.events[0][0] <= until:
+            self.step()
+        self.now = max(self.now, until)
 
     def open_fd(self, get_events):
         """Return the lowest free descriptor, as the system does."""

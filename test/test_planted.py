@@ -198,7 +198,7 @@ DEFECTS = {
         ('            if next_s is not None:\n', '            if False:\n')),
     'a worker gets more ids than its allowance': (
         histories,
-        ('        return min(room, self._allowance - self.handed) if self._allowance else room\n',
+        ('        return room if room < rest else rest\n',
          '        return room\n')),
     'a descriptor is closed while the selector has it': (
         histories,

@@ -422,12 +422,12 @@ def test_what_a_worker_wrote_before_it_died_counts(module=pepsidispatch):
         world.hasty = True  # it writes and dies while the dispatcher is busy with something else
         for i in range(1000):
             world.after(i * 0.0007, world.table.notify)
-        for _ in range(5):
+        for _ in range(20):
             world.table.insert('a')
         world.run(until=all_are(world, 'done'), limit_s=10)
         world.stop()
         world.check_counts()
-        assert world.count.stages['a'][:4] == [5, 0, 0, 0]
+        assert world.count.stages['a'][:4] == [20, 0, 0, 0]
 
 
 def test_an_answer_that_is_there_beats_the_watchdog(module=pepsidispatch):
