@@ -173,8 +173,7 @@ BELOW_GAP_S = (0.1, 1.0)  # between two claims from the beginning: under an old 
 SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
 SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
 
-NAP_LEFT = 4
-NAP_S = 0.002  # answers wait for more of them for this long at most, while no worker is about to run dry
+NAP_LEFT, NAP_S = 4, 0.002  # while each busy worker has so many ids, answers wait for more for this long at most
 PROBE_S = 0.1  # a stage of unknown speed shows it on one message; the others wait this long at most
 FILL_S = 1.0  # all workers of a slow stage are busy for this long: now ids are queued behind their heads
 START_S = 1.0  # a worker that reads nothing for this long is slow, not starting
@@ -1516,8 +1515,9 @@ class Stats:
         if not self.sealed:
             self.flush += 1
             names = sorted(self._stages)
-            self.sealed = dict({column: [self._stages[name][column] for name in names] for column in COLUMNS + ('seconds',)},
-                               stages=names, total=self._total, messages=self._messages, flush=self.flush, epoch=epoch)
+            columns = {column: [self._stages[name][column] for name in names] for column in COLUMNS + ('seconds',)}
+            self.sealed = dict(columns, stages=names, total=self._total, messages=self._messages, flush=self.flush,
+                               epoch=epoch)
             self._clear()
         return self.sealed
 
@@ -2656,8 +2656,8 @@ class Dispatcher:
         return events
 
     def _nap_s(self) -> float:
-        """How long to sleep whatever happens, so that one turn takes several answers instead of one: not before the worker
-        that has least to do has done half of it."""
+        """How long to sleep whatever happens, so that a turn takes several answers: until the worker with the least to
+        do has done half of it, and not where that is little."""
         nap_s = 0.0
         for pool in self.pools.values():
             for worker in pool.workers:
@@ -3437,8 +3437,8 @@ class Dispatcher:
                 self._from_queue(queue.claim(self._wants, held))
 
     def _gathering(self) -> bool:
-        """Whether outcomes wait for more to share their statement: not for long, and only while more is at work than has
-        ended, and none of them is a failure or goes back."""
+        """Whether outcomes wait for more to share their statement: not for long, only while more is at work than has
+        ended, and if none of them is a failure or goes back."""
         when = self._settled_at + SETTLE_GAP_S
         if self.now >= when or not self._swept or self.phase is not Phase.SERVING or self.outbox.urgent() \
                 or sum(pool.in_flight() for pool in self.pools.values()) < len(self.outbox.fresh):

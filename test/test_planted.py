@@ -140,6 +140,9 @@ DEFECTS = {
     'a notification during a statement is swallowed': (
         simulated.test_a_row_that_is_inserted_while_a_statement_is_under_way_is_claimed,
         ('        if calls:\n', '        if calls and not self.queue.busy():\n')),
+    'outcomes wait for others that do not come': (
+        simulated.test_what_has_ended_is_written_soon_though_others_work_on,
+        ("        self.timers.soonest('gather', when)\n", '')),
     'nobody looks while those who insert are silent': (
         simulated.test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not,
         ("        self.timers.set('peek', self.now + LOOK_GAP_S[0] if self._silent else math.inf)\n", '')),

@@ -205,6 +205,30 @@ def test_a_stream_of_notifications_starves_nobody(module=pepsidispatch):
 
 # -- what is not to be missed ------------------------------------------------------------------------------------------
 
+def test_what_has_ended_is_written_soon_though_others_work_on(module=pepsidispatch):
+    def program(child):
+        while True:
+            id = yield READ
+            if id is None:
+                return 0
+            child.world.begin(child, id)
+            yield 0.001 if child.stage == 'a' else 20
+            commit(child, id, {'status': 'done'})
+            child.world.finish(id)
+            child.say(b'0\n', ('ok', id, ()))
+
+    with make(module, stage('a'), stage('b', PARALLELISM=8), program=program) as world:
+        for _ in range(8):
+            world.table.insert('b')
+        world.run(seconds=2)
+        for number in (3, 6):  # first to learn the speed
+            for _ in range(3):
+                world.table.insert('a')
+            world.run(until=lambda number=number: world.statuses().get('done') == number, limit_s=0.5)
+        world.run(until=lambda: not world.dispatcher.outbox, limit_s=0.01)
+        world.stop()
+
+
 def test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not(module=pepsidispatch):
     with make(module, program=working(0.001)) as world:
         world.run(seconds=10)
