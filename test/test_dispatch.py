@@ -471,8 +471,8 @@ def test_the_reason_of_a_failure_begins_with_its_kind(system):
         for steps, pattern in REASONS.items():
             id, other = system.insert_one('resize', stub=steps), system.insert_one('resize')
             assert system.wait_status(other, 'done').state == {}  # the next one is not concerned
-            row = system.row(id)
-            assert (row.stage, row.status) == ('resize', 'timeout' if steps == 'hang' else 'failed')
+            row = system.wait_status(id, 'timeout' if steps == 'hang' else 'failed')
+            assert row.stage == 'resize'
             assert re.match(pattern, row.state['dispatch_error']), row.state['dispatch_error']
             assert row.state['stub'] == steps  # the rest of the state stays
 
