@@ -83,6 +83,13 @@ Options:
 # own durable commit flushes the log past its claim; a claim lost in a server crash leaves the row
 # pending, and the id is held. What nobody would write again, `failed` and `timeout`, is durable.
 #
+# Wake-ups: a notification or the heartbeat has it look for rows. NOTIFY makes those who commit wait for one another, so
+# where notifications come thick the triggers are told to be silent, and it looks by itself until that is over. Two
+# advisory locks see to it that nobody is overlooked: pepsi_dispatch_wake() and ALL_HEARD say how.
+#
+# Under load a statement carries many messages: answers wait for one another (NAP_S, SETTLE_GAP_S) while all workers
+# have enough to do and no failure is among them, and a claim waits until half of a pool is free.
+#
 # Glossary: *message* a row; *stage*; *worker* one child process; *pool* the workers of a stage;
 # *claim*; *hand* ids to a worker; *head of line* the oldest unanswered id of a worker; *answer* a
 # status line; *outcome* what became of an id; *settle* write outcomes; *requeue*, *release* (an id
@@ -1362,7 +1369,7 @@ class Pool:
 
         The packing rule: as few workers as cost nobody time. An id goes behind another one only where passes are
         known to be short and the head of that line is not itself slow; else to an idle or a new worker. When all are
-        busy the shortest line takes it; where passes are long only after FILL_S without an answer, since an id that
+        busy the shortest lines take it; where passes are long only after FILL_S without an answer, since an id that
         is handed cannot be taken back, and one that waits goes to whoever is free first. While the speed is unknown
         one id shows it, and the others wait for that, PROBE_S at most.
         """
@@ -1376,6 +1383,9 @@ class Pool:
                 quick = longest_s < below_s
         if quick:
             busy = [w for w in open_workers if w.inflight and w.busy_s(now) < below_s]
+            if busy and len(busy) == self.config.parallelism:
+                worker = min(busy, key=lambda w: len(w.inflight))
+                return worker, min(worker.room(), 1 + len(self.ready) // len(busy))
             if busy:
                 worker = max(busy, key=lambda w: len(w.inflight))
                 return worker, worker.room()

@@ -578,6 +578,18 @@ def test_ids_are_packed_behind_the_fullest_worker_that_has_room(m=pepsidispatch)
     assert stage.hand_out() == [1, 3]
 
 
+def test_when_all_are_at_work_the_shortest_lines_take_what_comes(m=pepsidispatch):
+    stage = Stage(m, parallelism=2)
+    one = stage.make_quick()
+    two = stage.spawn()
+    stage.hand(two, 20)
+    stage.answer(two)
+    stage.hand(one, 11, 12, 13)
+    stage.hand(two, 21)
+    stage.claim(22, 23, 24)
+    assert stage.hand_out() == [4, 3]
+
+
 def test_the_youngest_idle_worker_is_taken_so_that_the_others_may_retire(m=pepsidispatch):
     stage = Stage(m)
     stage.make_quick()
