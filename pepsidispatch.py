@@ -817,7 +817,9 @@ WITH found AS MATERIALIZED (
     WHERE f.status = 'running' AND q.ingress_id = f.id AND q.status || '' = 'running'
     RETURNING q.ingress_id, q.status, q.stage
 )
-SELECT id, status, stage, due_s, set_config('synchronous_commit', %(durable)s, true) FROM found
+SELECT id, status, stage, due_s,
+       CASE WHEN status = 'running' THEN set_config('synchronous_commit', %(durable)s, true) ELSE '' END
+FROM found
 UNION ALL
 SELECT ingress_id, status, stage, NULL, NULL FROM written
 """
