@@ -3621,7 +3621,7 @@ def sample() -> int:
             if option.default is None:
                 print('%s = /usr/local/lib/pepsi/example' % option.name)
             else:
-                print('#%s = %s' % (option.name, default_of(option)))
+                print(('#%s = %s' % (option.name, default_of(option))).rstrip())
     print(SUPERVISOR % {'wait': math.ceil(parse_config('', '').stop_timeout_s + FINISH_S) + 3})
     return EXIT_OK
 
