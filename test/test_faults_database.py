@@ -1062,7 +1062,7 @@ def test_least_privilege_the_whole_dispatcher_works_with_exactly_the_rights_that
     stages = {'a': {'PROGRAM': system.stub(), 'MAX_RUNTIME': '1500 ms', 'PARALLELISM': 8}, 'b': system.stub()}
     with run_at(system, dsn, stages, poll_interval='300 ms') as running:
         system.wait_status(lost, 'done')
-        ends = {'advance=b': 'done', 'fail': 'failed', 'crash': 'failed', 'hang': 'timeout', 'say=x': 'failed',
+        ends = {'advance=b': 'done', 'fail': 'failed', 'crash': 'failed', 'hang': 'timeout', 'say=x hang': 'failed',
                 'unfinished': 'failed', 'delete': None}
         ids = {steps: system.insert_one('a', stub={'a': steps}) for steps in ends}
         again = system.insert_one('a', stub=['pause=0.1', ''])
