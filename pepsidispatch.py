@@ -84,7 +84,7 @@ Options:
 # pending, and the id is held. What nobody would write again, `failed` and `timeout`, is durable.
 #
 # Wake-ups: a notification or the heartbeat has it look for rows. NOTIFY makes those who commit wait for one another, so
-# where notifications come thick the triggers are told to be silent, and it looks by itself until that is over. Two
+# where many do the triggers are told to be silent, and it looks by itself until that is over. Two
 # advisory locks see to it that nobody is overlooked: pepsi_dispatch_wake() and ALL_HEARD say how.
 #
 # Under load a statement carries many messages: answers wait for one another (NAP_S, SETTLE_GAP_S) while all workers
@@ -173,8 +173,8 @@ SETTLE_GAP_S = 0.005  # between two settlements that could as well be one, while
 RETRY_LIMIT = 1000  # paused rows taken at once
 RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own stage: the floor of a hot loop
 LOOK_GAP_S = (0.0125, 0.1)  # after claims that found nothing, before a notification causes the next
-THICK, THICK_S = 10, 0.1  # so many notifications within that time cost those who insert more than looking costs us
-HUSH_S = 0.5  # then the triggers are silent for so long, and we look by ourselves every LOOK_GAP_S
+THICK, THICK_S = 10, 0.1  # so many notifications within that time may cost those who insert more than looking costs us
+HUSH_S = 0.5  # if so, the triggers are silent for so long, and we look by ourselves every LOOK_GAP_S
 HUSH_WAIT_S = 0.02  # for silent transactions that are under way, at the end of that
 BELOW_GAP_S = (0.1, 1.0)  # between two claims from the beginning: under an old snapshot they read all dead entries
 SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
@@ -971,8 +971,11 @@ WITH fence AS (
 SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
 """
 
-# Have those who insert be silent. Not waiting for it: they would be silent while we wait.
-HUSH = 'SELECT pg_try_advisory_lock(%d)' % HUSH_KEY
+# Have those who insert be silent, if one of them waits for another right now: for the lock that NOTIFY takes at commit.
+# Not waiting for ours: they would be silent while we wait.
+CROWDED = """EXISTS (SELECT FROM pg_locks
+                    WHERE NOT granted AND locktype = 'object' AND classid = 'pg_database'::regclass AND objid = 0)"""
+HUSH = 'SELECT CASE WHEN %s THEN pg_try_advisory_lock(%d) ELSE false END' % (CROWDED, HUSH_KEY)
 # Wait until nobody is silent who is still to commit, for a moment; meanwhile all others notify. Then, in the same
 # transaction, have all notify again.
 ALL_HEARD = """
@@ -2074,7 +2077,8 @@ class Queue:
         return self._start('strangers', self._single(Statement(STRANGERS, {'stages': array(stages)})))
 
     def hush(self, silent: bool) -> List[Any]:
-        """Have our triggers be silent, or notify again; the value of the reply is which of the two is in force."""
+        """Have our triggers be silent, where those who insert wait for one another, or notify again; the value of the
+        reply is whether they are silent."""
         return self._start('hush', self._hushing(silent))
 
     def flush(self, batch: Dict[str, Any]) -> List[Any]:
@@ -3203,7 +3207,8 @@ class Dispatcher:
 
     def _hushed(self, silent: Optional[bool]) -> None:
         if silent is not None and silent is not self._silent:
-            log.debug('notifications come thick: looking by ourselves' if silent else 'waiting for notifications')
+            log.debug('those who insert wait for one another to notify: looking by ourselves' if silent
+                      else 'waiting for notifications')
             self._silent = silent
         self._came, self._hush = 0, None
         self.timers.set('hush', self.now + HUSH_S)

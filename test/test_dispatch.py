@@ -9,8 +9,10 @@ import signal
 import threading
 import time
 
+import pepsidispatch
 import psycopg2
 import pytest
+import support
 from pipeline import Counts, Pipeline, get_schema, spawned
 from support import Running, call, wait_until, write_config
 
@@ -71,7 +73,12 @@ def insert_thick(dsn, until, holds, ids):
         connection.commit()
 
 
-def test_none_of_many_inserts_is_missed_while_they_do_not_notify_nor_when_that_ends(system):
+def test_none_of_many_inserts_is_missed_while_they_do_not_notify_nor_when_that_ends(system, tmp_path, monkeypatch):
+    with open(pepsidispatch.__file__, encoding='utf-8') as file:
+        source = file.read()
+    eager = tmp_path / 'eager.py'  # takes any crowd for one that waits
+    eager.write_text(source.replace('HUSH = ', 'CROWDED = "true"\nHUSH = ', 1), encoding='utf-8')
+    monkeypatch.setattr(support, 'DISPATCHER', str(eager))
     with system.run({'resize': {'PROGRAM': system.stub('--blind'), 'QUEUE_LIMIT': 16}}) as running:
         running.wait_log('took over')
         silences = 0

@@ -302,7 +302,37 @@ def hears(real):
 
 
 def hush(real, silent):
-    return ask(real, real.queue.hush(silent))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m, 'HUSH', m.HUSH.replace(m.CROWDED, 'true'))
+        return ask(real, real.queue.hush(silent))
+
+
+def test_who_inserts_is_not_silent_where_nobody_waits(real):
+    assert ask(real, real.queue.hush(True)) is False
+    assert hears(real)
+
+
+def test_a_crowd_of_those_who_notify_is_seen(real):
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(contextlib.closing(psycopg2.connect(real.dsn))) for _ in range(6)]
+        stop = threading.Event()
+
+        def notify(connection):
+            connection.autocommit = True
+            with connection.cursor() as cursor:
+                while not stop.is_set():
+                    cursor.execute('NOTIFY elsewhere')
+
+        threads = [threading.Thread(target=notify, args=(connection,)) for connection in crowd]
+        for thread in threads:
+            thread.start()
+        try:
+            support.wait_until(lambda: real.execute('SELECT ' + m.CROWDED)[0][0], what='somebody who waits')
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert not real.execute('SELECT ' + m.CROWDED)[0][0]
 
 
 def test_who_inserts_is_silent_while_that_is_in_force(real):
