@@ -175,7 +175,7 @@ RETRY_GAP_S = 0.2  # between two retries, and before a message re-enters its own
 LOOK_GAP_S = (0.0125, 0.1)  # after claims that found nothing, before a notification causes the next
 THICK, THICK_S = 10, 0.1  # so many notifications within that time may cost those who insert more than looking costs us
 HUSH_S = 0.5  # if so, the triggers are silent for so long, and we look by ourselves every LOOK_GAP_S
-HUSH_WAIT_S = 0.02  # for silent transactions that are under way, at the end of that
+PEEK_S = 1.0  # the longest time between two looks for those who were silent before others notified again
 BELOW_GAP_S = (0.1, 1.0)  # between two claims from the beginning: under an old snapshot they read all dead entries
 SWEEP_SHARE = 0.01  # of the time at most goes into sweeps at the heartbeat
 SWEEP_AGAIN_S = 1.0  # rows that were locked while they were swept
@@ -679,6 +679,8 @@ $init$;
 
 # Shown by init --print: roles are the operator's business.
 GRANTS = """
+-- Whoever inserts needs what everybody may do, unless that was revoked: EXECUTE on pg_notify and on the functions whose
+-- names contain advisory.
 -- The dispatcher's role needs no more than this (put its name for ROLE):
 --   GRANT USAGE ON SCHEMA public TO ROLE;
 --   GRANT SELECT (ingress_id, stage, status, timeout, state), UPDATE (status, state) ON queue TO ROLE;
@@ -976,13 +978,12 @@ SELECT (SELECT flush FROM fence), epoch, flush FROM dispatch_stats
 CROWDED = """EXISTS (SELECT FROM pg_locks
                     WHERE NOT granted AND locktype = 'object' AND classid = 'pg_database'::regclass AND objid = 0)"""
 HUSH = 'SELECT CASE WHEN %s THEN pg_try_advisory_lock(%d) ELSE false END' % (CROWDED, HUSH_KEY)
-# Wait until nobody is silent who is still to commit, for a moment; meanwhile all others notify. Then, in the same
-# transaction, have all notify again.
-ALL_HEARD = """
-SET LOCAL lock_timeout = '%dms';
-SELECT pg_advisory_xact_lock(%d)
-""" % (HUSH_WAIT_S * 1000, SILENT_KEY)
-CALL = ALL_HEARD + '; SELECT pg_advisory_unlock(%d)' % HUSH_KEY
+# Is nobody silent who is still to commit? While it is asked all others notify. With CALL, have all notify again in that
+# same transaction. Trying, not waiting: as long as messages come thick somebody always is.
+ALL_HEARD = 'SELECT pg_try_advisory_xact_lock(%d)' % SILENT_KEY
+CALL = """
+SELECT CASE WHEN pg_try_advisory_xact_lock(%d) THEN pg_advisory_unlock(%d) IS NOT NULL ELSE false END
+""" % (SILENT_KEY, HUSH_KEY)
 
 # Stages that have pending rows and no section. A loose index scan: one look for each stage, not one for each row.
 STRANGERS = """
@@ -1388,7 +1389,7 @@ class Pool:
                 quick = longest_s < below_s
         if quick:
             busy = [w for w in open_workers if w.inflight and w.busy_s(now) < below_s]
-            if busy and len(busy) == self.config.parallelism:
+            if busy and len(self.workers) >= self.config.parallelism and all(w.inflight for w in self.workers):
                 worker = min(busy, key=lambda w: len(w.inflight))
                 return worker, min(worker.room(), 1 + len(self.ready) // len(busy))
             if busy:
@@ -2004,7 +2005,8 @@ class Queue:
         self._failures = 0  # in a row, of getting a session
         self._skip_until = -math.inf  # claims skip locked rows until then
         self.partial = False  # the last claim met a bad row: what it did not return may be pending all the same
-        self._hushes = False  # this session has HUSH_KEY
+        self.hushes = False  # this session has HUSH_KEY, as far as we know
+        self._unheard = True  # somebody may be silent who is still to commit
         self._parked: Dict[int, Tuple[float, int]] = {}  # ids that cannot be written: passed over until when, tries
         self.link = Link.AWAY
         self.epoch: Optional[int] = None  # ours, once taken over
@@ -2078,7 +2080,7 @@ class Queue:
 
     def hush(self, silent: bool) -> List[Any]:
         """Have our triggers be silent, where those who insert wait for one another, or notify again; the value of the
-        reply is whether they are silent."""
+        reply is whether somebody is silent, or was and is still to commit."""
         return self._start('hush', self._hushing(silent))
 
     def flush(self, batch: Dict[str, Any]) -> List[Any]:
@@ -2090,18 +2092,17 @@ class Queue:
         return (yield statement)
 
     def _hushing(self, silent: bool) -> Operation:
-        if silent:
-            # Not once more: a lock that is taken twice is to be given back twice.
-            self._hushes = (yield Statement('SELECT true' if self._hushes else HUSH))[0][0]
-            return self._hushes
-        try:
-            yield Statement(CALL if self._hushes else ALL_HEARD)
-        except psycopg2.Error as e:
-            if e.pgcode != LOCKED:
-                raise
-            return True
-        self._hushes = False
-        return False
+        # Note: an advisory lock that was got stays when its statement fails. Taken twice it is to be given back
+        # twice; to give back one that we do not have is a warning.
+        if silent and not self.hushes:
+            before, self.hushes, self._unheard = self._unheard, True, True
+            [(self.hushes,)] = yield Statement(HUSH)
+            self._unheard = before or self.hushes
+        elif not silent:
+            [(heard,)] = yield Statement(CALL if self.hushes else ALL_HEARD)
+            if heard:
+                self.hushes = self._unheard = False
+        return self._unheard
 
     def _passed_over(self, held: Sequence[int]) -> List[int]:
         """The held ids, and those that are parked."""
@@ -2347,13 +2348,25 @@ class Queue:
             return []
         try:
             rows = self._cursor.fetchall() if self._cursor.description else []
-            self._conn.poll()  # a notification of the same read as the reply: libpq has it, the selector knows nothing
         except (psycopg2.Error, ValueError) as e:
             return self._failed(e)
         log.log(TRACE, 'replied %s: %d rows after %.1f ms', self._name, len(rows),
                 1000 * (self._clock() - self._sent_at))
+        return self._replied(rows)
+
+    def _replied(self, rows: Any, error: Optional[Exception] = None) -> List[Any]:
+        """Go on with the operation after a reply, and look what else came in the same read, a notification or the end
+        of the session: libpq has that, and the selector knows nothing."""
+        lost = None
+        try:
+            self._conn.poll()
+        except (psycopg2.Error, psycopg2.Warning, ValueError) as e:
+            lost = e
         self._statement = None
-        return self._resume(rows)
+        facts = self._resume(rows, error)
+        if lost is not None and self._conn is not None:
+            facts += self._lose(complaint(lost))
+        return facts
 
     def _start(self, name: str, task: Operation) -> List[Any]:
         assert not self.busy(), 'one operation at a time'
@@ -2424,8 +2437,7 @@ class Queue:
             self._again = True
             self.deadline = self._clock() + random.uniform(0.005, 0.02) * 2 ** self._repeats
             return []  # tick() sends it again
-        self._statement = None
-        return self._resume(None, e)
+        return self._replied(None, e)
 
     def _lose(self, reason: str) -> List[Any]:
         """Drop the session; the next try follows after a growing, capped delay with jitter."""
@@ -2440,7 +2452,8 @@ class Queue:
         """Forget the connection. Closes our side only: the server finds out by itself."""
         conn, self._conn, self._cursor, self._statement = self._conn, None, None, None
         task, self._task = self._task, None
-        self.link, self.fd, self.writing, self._again, self._hushes = Link.AWAY, None, False, False, False
+        self.link, self.fd, self.writing, self._again = Link.AWAY, None, False, False
+        self.hushes, self._unheard = False, True
         if task is not None:
             task.close()
         if conn is not None:
@@ -2607,7 +2620,8 @@ class Dispatcher:
         self._strangers: Set[str] = set()  # stages without a section that have pending rows, as last seen
         self._seek = False  # they are to be looked for
         self._calls, self._calls_since = 0, -math.inf  # notifications, of late
-        self._came = 0  # rows claimed since we look by ourselves
+        self._came = 0  # rows claimed since 'hush' was set
+        self._peek_s = LOOK_GAP_S[0] / 2  # before we look again by ourselves
         self._silent = False  # not all who insert notify: we look by ourselves
         self._hush: Optional[bool] = None  # that is to be changed
         self._queue_fd: Optional[Tuple[int, bool]] = None
@@ -2675,14 +2689,12 @@ class Dispatcher:
         """How long to sleep whatever happens, so that a turn takes several answers: until the worker with the least to
         do has done half of it, and not where that is little."""
         nap_s = 0.0
-        for pool in self.pools.values():
-            for worker in pool.workers:
-                left = len(worker.inflight)
-                if left:
-                    if left < NAP_LEFT or pool.average_s is None:
-                        return 0.0
-                    half_s = left * pool.average_s / 2
-                    nap_s = min(nap_s or NAP_S, half_s)
+        for worker in self.workers.values():
+            left, average_s = len(worker.inflight), worker.pool.average_s
+            if left:
+                if left < NAP_LEFT or average_s is None:
+                    return 0.0
+                nap_s = min(nap_s or NAP_S, left * average_s / 2)
         return nap_s
 
     def receive(self, events: Iterable[Tuple[Any, int]]) -> None:
@@ -3107,6 +3119,8 @@ class Dispatcher:
         self.pace.claim_s += self.now - self._asked_at
         self.pace.rows += len(rows or ())
         self._came += len(rows or ())
+        if rows:
+            self._peek_s = LOOK_GAP_S[0] / 2
         if rows is None:
             self._look_again(wants)
             return
@@ -3206,13 +3220,18 @@ class Dispatcher:
         self.timers.soonest('due', max(when, self._revived_at + RETRY_GAP_S))
 
     def _hushed(self, silent: Optional[bool]) -> None:
-        if silent is not None and silent is not self._silent:
+        if silent is None:  # it failed, and who knows
+            silent = True
+        if silent is not self._silent:
             log.debug('those who insert wait for one another to notify: looking by ourselves' if silent
                       else 'waiting for notifications')
             self._silent = silent
         self._came, self._hush = 0, None
         self.timers.set('hush', self.now + HUSH_S)
-        self.timers.set('peek', self.now + LOOK_GAP_S[0] if self._silent else math.inf)
+        if not self._silent:
+            self.timers.cancel('peek')
+        elif 'peek' not in self.timers:
+            self._on_peek()
         self._called()  # for what came while nobody notified, or before this session
 
     def _revived(self, rows: Optional[List[Tuple[str, Optional[str], int, Optional[float]]]]) -> None:
@@ -3296,15 +3315,18 @@ class Dispatcher:
             pool.looking = pool.looking or pool.below
 
     def _on_hush(self) -> None:
-        if self._silent and self._came / HUSH_S < THICK / THICK_S:
-            self._hush = False
-        elif self._silent:  # messages come as thick as before
+        thick = self._came / HUSH_S >= THICK / THICK_S  # messages come as thick as before
+        if self._silent and thick and self.queue.hushes:
             self._came = 0
             self.timers.set('hush', self.now + HUSH_S)
+        elif self._silent:
+            self._hush = thick
 
     def _on_peek(self) -> None:
+        first, longest = LOOK_GAP_S
+        self._peek_s = min(2 * self._peek_s, longest if self.queue.hushes else PEEK_S)
+        self.timers.set('peek', self.now + max(self._peek_s, first))
         self._called()
-        self.timers.set('peek', self.now + LOOK_GAP_S[0])
 
     def _on_gather(self) -> None:
         """Outcomes have waited long enough for others."""
@@ -3416,8 +3438,8 @@ class Dispatcher:
         ids.extend(self._resting)
         for pool in self.pools.values():
             ids.extend(pool.ready)
-            for worker in pool.workers:
-                ids.extend(worker.inflight)
+        for worker in self.workers.values():
+            ids.extend(worker.inflight)
         return ids
 
     def ask(self) -> None:
@@ -3458,7 +3480,7 @@ class Dispatcher:
         ended, and if none of them is a failure or goes back."""
         when = self._settled_at + SETTLE_GAP_S
         if self.now >= when or not self._swept or self.phase is not Phase.SERVING or self.outbox.urgent() \
-                or sum(pool.in_flight() for pool in self.pools.values()) < len(self.outbox.fresh):
+                or sum(len(worker.inflight) for worker in self.workers.values()) < len(self.outbox.fresh):
             return False
         self.timers.soonest('gather', when)
         return True
@@ -4029,8 +4051,10 @@ def check_wake_up(found: Findings, session: Session, config: Config) -> None:
     """Does an INSERT notify? Tried with one that inserts no row, and wakes a running dispatcher once."""
     hint = ('queue: an INSERT sends no notification: unless whoever inserts sends NOTIFY ingress, messages wait for '
             'the heartbeat (POLL_INTERVAL %s)' % brief(config.poll_interval_s))
+    silent = 'SELECT NOT pg_try_advisory_xact_lock_shared(%d)' % HUSH_KEY
     try:
         session.ask(LISTEN)
+        hushed = session.ask(silent)[0][0]
         session.ask('INSERT INTO queue (stage) SELECT NULL WHERE false')
     except psycopg2.ProgrammingError as e:
         if session.ask(CHECK_TRIGGER):
@@ -4046,7 +4070,7 @@ def check_wake_up(found: Findings, session: Session, config: Config) -> None:
         session.conn.poll()
     if session.conn.notifies:
         found.ok('queue: an INSERT sends a notification, and it arrives')
-    elif not session.ask('SELECT pg_try_advisory_xact_lock_shared(%d)' % HUSH_KEY)[0][0]:
+    elif (hushed or session.ask(silent)[0][0]) and session.ask(CHECK_TRIGGER):
         found.ok('queue: messages come so thick that the dispatcher looks by itself, without notifications')
     else:
         found.note('warning', hint, '-- pepsi-dispatch init --print shows the trigger')

@@ -72,6 +72,7 @@ class Table:
         self.stats = {}  # stage -> [processed, failed, timeouts, crashes, seconds]
         self.listeners = []
         self.silent = False  # who inserts does not notify
+        self.unheard = 0  # silent transactions that are still to commit
         self._ids = itertools.count(1)
 
     def insert(self, stage, status='pending', timeout=None, id=None):
@@ -80,6 +81,20 @@ class Table:
         self.rows[id] = Row(stage, status, timeout)
         self._trigger()
         return id
+
+    def insert_late(self, stage, delay_s):
+        """The same in a transaction that commits later; where it is silent nobody hears of it then."""
+        silent = self.silent
+        self.unheard += silent
+
+        def commit():
+            self.unheard -= silent
+            id = self.insert(stage)
+            if self.silent and not silent:
+                self.notify()
+            return id
+
+        self._world.after(delay_s, commit)
 
     def update(self, id, **values):
         """What somebody else does, and init's trigger. A missing row is no error."""
@@ -402,6 +417,7 @@ class FakeQueue:
         self._session = 0
         self._failures = 0
         self._skip_until = -math.inf
+        self.hushes, self._unheard = False, True
         self.partial = False  # the last claim met a bad row
         self._parked = {}  # bad rows: passed over until when, tries
         self.robbed = False  # the session has lost its lock without noticing it
@@ -511,7 +527,8 @@ class FakeQueue:
             self._world.close_fd_later(self.fd)
         self.link, self.fd, self._operation = self._m.Link.AWAY, None, None
         self._session += 1
-        self._listening = self._table.silent = False
+        self._listening = self._table.silent = self.hushes = False
+        self._unheard = True
         self._notices = 0
         self._facts.clear()
 
@@ -683,8 +700,11 @@ class FakeQueue:
                         ('ripe', None, len(ripe), None), ('next', None, 0, min(following) if following else None)]
 
     def _hush(self, silent):
-        self._table.silent = silent
-        return silent
+        if silent and self._world.crowded():
+            self._table.silent = self.hushes = self._unheard = True
+        elif not silent and not self._table.unheard:
+            self._table.silent = self.hushes = self._unheard = False
+        return self._unheard
 
     def _flush(self, batch):
         table, before = self._table, (self._table.epoch, self._table.flush)
@@ -816,6 +836,10 @@ class World:
         """What becomes of a statement: 'send', 'before' and 'after' (the link is lost at sending, before or after
         the commit), 'silent' (no reply), 'error', or 'ok'; and its latency."""
         return 'ok', self.latency()
+
+    def crowded(self):
+        """Whether those who insert wait for one another."""
+        return True
 
     def claim_fails(self):
         """Whether the second half of an exchange fails where the first did not."""
@@ -1491,6 +1515,9 @@ class History(World):
             return ('ok', self.random.uniform(0.3, 4)) if fate == 'slow' else (fate, self.latency())
         return 'ok', self.latency()
 
+    def crowded(self):
+        return self.random.random() < 0.7
+
     def claim_fails(self):
         return 'error' in self._fates and not self.calm and self.random.random() < 0.1
 
@@ -1516,7 +1543,11 @@ class History(World):
 
     def _do_insert(self, id):
         for _ in range(self.random.choice([1, 4, 4, 15])):
-            self.table.insert(self.random.choice(self._stages + ['elsewhere']))
+            stage = self.random.choice(self._stages + ['elsewhere'])
+            if self.random.random() < 0.2:
+                self.table.insert_late(stage, self.random.choice([0.01, 0.1, 0.9]))
+            else:
+                self.table.insert(stage)
 
     def _do_cancel(self, id):
         self.table.update(id, status='failed')

@@ -588,6 +588,9 @@ def test_when_all_are_at_work_the_shortest_lines_take_what_comes(m=pepsidispatch
     stage.hand(two, 21)
     stage.claim(22, 23, 24)
     assert stage.hand_out() == [4, 3]
+    stage.answer(two)
+    stage.claim(25)
+    assert stage.hand_out() == [4, 3]  # also when the other one is full
 
 
 def test_the_youngest_idle_worker_is_taken_so_that_the_others_may_retire(m=pepsidispatch):

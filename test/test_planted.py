@@ -86,11 +86,11 @@ DEFECTS = {
          '        ids = list(self._resting)\n')),
     'an id in flight is not held': (
         histories,
-        ('                ids.extend(worker.inflight)\n        return ids\n',
+        ('            ids.extend(worker.inflight)\n        return ids\n',
          '                pass\n        return ids\n')),
     'a claimed id that waits is not held': (
         histories,
-        ('            ids.extend(pool.ready)\n', '')),
+        ('            ids.extend(pool.ready)\n', '            pass\n')),
     'outcomes on their way are dropped when the session is lost': (
         partial(simulated.failing, name='settle', fate='before'),
         ('        self.unsent()\n        self.due(math.inf)\n',
@@ -145,10 +145,10 @@ DEFECTS = {
         ("        self.timers.soonest('gather', when)\n", '')),
     'nobody looks while those who insert are silent': (
         simulated.test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not,
-        ("        self.timers.set('peek', self.now + LOOK_GAP_S[0] if self._silent else math.inf)\n", '')),
+        ('            self._on_peek()\n', '            pass\n')),
     'those who insert stay silent for ever': (
         simulated.test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not,
-        ('            self._hush = False\n', '            pass\n')),
+        ('            self._hush = thick\n', '            pass\n')),
     'nobody looks after a reconnect': (
         simulated.test_a_row_that_is_inserted_while_the_database_is_away_is_claimed_when_it_is_back,
         ('        self._called()  # for what came while nobody notified, or before this session\n', '')),
@@ -301,12 +301,19 @@ SQL_DEFECTS = {
         ('self.rung += notify.pid != self.own', 'self.rung += 1')),
     'a notification that comes in one read with a reply is missed': (
         contract.test_a_notification_that_comes_right_behind_a_reply_rings,
-        ('            self._conn.poll()  # a notification', '            # a notification')),
+        ('        lost = None\n        try:\n            self._conn.poll()\n',
+         '        lost = None\n        try:\n            pass\n')),
+    'a lock that may be held is forgotten': (
+        contract.test_a_hush_that_fails_may_have_been_heard,
+        ('before, self.hushes, self._unheard = self._unheard, True, True', 'before = self._unheard')),
+    'a reply is lost with the session that brought it': (
+        contract.test_a_reply_that_comes_right_before_the_end_of_the_session_counts,
+        ('            lost = e\n', '            return self._failed(e)\n')),
     'a transaction that is silent is not waited for': (
         contract.test_notifications_are_not_waited_for_before_the_last_silent_transaction_has_ended,
         ('IF NOT pg_try_advisory_xact_lock_shared(%(silent)d)\n       OR ', 'IF ')),
     'who inserts is silent though somebody waits for the last of them': (
-        contract.test_while_it_is_waited_for_the_end_of_silent_transactions_all_others_notify,
+        contract.test_while_it_is_asked_for_the_end_of_silent_transactions_all_others_notify,
         ('IF NOT pg_try_advisory_xact_lock_shared(%(silent)d)\n       OR ',
          'PERFORM pg_try_advisory_xact_lock_shared(%(silent)d); IF ')),
     'an ordinary update by a worker wakes the dispatcher': (

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pepsidispatch as m
+import psutil
 import psycopg2
 import pytest
 import support
@@ -285,11 +286,10 @@ def test_a_notification_that_comes_right_behind_a_reply_rings(real):
     """One read brings both: libpq has both, and the selector will not say so again."""
     real.queue.rung()
     assert real.queue.claim([m.Want('a', 1, m.FIRST_ID)], []) == []
-    with contextlib.closing(socket.socket(fileno=os.dup(real.queue.fd))) as peek:
-        peek.setblocking(False)
-        support.wait_until(lambda: b'Z\0\0\0\5I' in arrived(peek), what='the reply')
+    with peeking(real) as arrived:
+        support.wait_until(lambda: b'Z\0\0\0\5I' in arrived(), what='the reply')
         real.notify()
-        support.wait_until(lambda: arrived(peek).endswith(b'ingress\0\0'), what='the notification')
+        support.wait_until(lambda: arrived().endswith(b'ingress\0\0'), what='the notification')
     real.wait(m.Reply)
     assert real.queue.rung()
 
@@ -304,10 +304,12 @@ def hears(real):
 def hush(real, silent):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(m, 'HUSH', m.HUSH.replace(m.CROWDED, 'true'))
-        return ask(real, real.queue.hush(silent))
+        facts = real.queue.hush(silent)
+        return facts[0].value if facts else real.wait(m.Reply).value
 
 
 def test_who_inserts_is_not_silent_where_nobody_waits(real):
+    assert hush(real, False) is False
     assert ask(real, real.queue.hush(True)) is False
     assert hears(real)
 
@@ -378,30 +380,66 @@ def test_who_was_not_told_to_be_silent_notifies(real):
         assert real.queue.rung()
 
 
-def test_while_it_is_waited_for_the_end_of_silent_transactions_all_others_notify(real):
+def test_while_it_is_asked_for_the_end_of_silent_transactions_all_others_notify(real):
     hush(real, True)
-    with contextlib.closing(psycopg2.connect(real.dsn)) as waiter, \
-            contextlib.closing(psycopg2.connect(real.dsn)) as silent:
-        silent.cursor().execute("INSERT INTO queue (stage) VALUES ('a')")
-        patient = m.ALL_HEARD.replace('%dms' % (m.HUSH_WAIT_S * 1000), '30s')
-        wait = threading.Thread(target=waiter.cursor().execute, args=(patient,))
-        wait.start()
-        support.wait_until(lambda: real.execute(
-            "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"))
+    with contextlib.closing(psycopg2.connect(real.dsn)) as asker:
+        asker.cursor().execute(m.ALL_HEARD)
         assert hears(real)
-        silent.commit()
-        wait.join()
-        assert hears(real)  # it has the lock
-        waiter.commit()
+        asker.commit()
         assert not hears(real)
 
 
-def arrived(connection):
-    """Return what has arrived at a socket and was not read."""
-    try:
-        return connection.recv(65536, socket.MSG_PEEK)
-    except BlockingIOError:
-        return b''
+def test_a_hush_that_fails_may_have_been_heard(real):
+    """An advisory lock that was got stays when its statement fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m, 'HUSH', m.HUSH.replace(m.CROWDED, 'true') + ' UNION ALL SELECT 1 / (random() * 0)::int = 0')
+        assert real.queue.hush(True) == []
+        assert real.wait(m.Reply).error is not None
+    assert not hears(real)
+    assert hush(real, False) is False
+    assert hears(real)
+    assert hush(real, True) is True
+    assert hush(real, False) is False
+    assert hears(real)
+
+
+def test_a_notification_that_comes_right_behind_an_error_rings(real):
+    real.queue.rung()
+    with contextlib.closing(psycopg2.connect(real.dsn)) as other:
+        other.cursor().execute('LOCK TABLE queue')
+        assert real.queue.strangers(['a']) == []
+        with peeking(real) as arrived:
+            support.wait_until(lambda: b'55P03' in arrived(), what='the error')
+            other.rollback()
+            real.notify()
+            support.wait_until(lambda: arrived().endswith(b'ingress\0\0'), what='the notification')
+    assert real.wait(m.Reply).error is not None
+    assert real.queue.rung()
+
+
+def test_a_reply_that_comes_right_before_the_end_of_the_session_counts(real):
+    real.insert(1, 'a')
+    assert real.queue.claim([m.Want('a', 1, m.FIRST_ID)], []) == []
+    with peeking(real) as arrived:
+        support.wait_until(lambda: b'Z\0\0\0\5I' in arrived(), what='the reply')
+        real.cut()
+        support.wait_until(lambda: b'57P01' in arrived() and not psutil.pid_exists(real.queue.backend), what='the end')
+    assert real.wait(m.Reply).value == [(1, 'a')]
+    real.wait(m.Taken)
+
+
+@contextlib.contextmanager
+def peeking(real):
+    """A function that returns what has arrived from the server and was not read."""
+    def arrived():
+        try:
+            return peek.recv(65536, socket.MSG_PEEK)
+        except BlockingIOError:
+            return b''
+
+    with contextlib.closing(socket.socket(fileno=os.dup(real.queue.fd))) as peek:
+        peek.setblocking(False)
+        yield arrived
 
 
 def test_an_insert_and_a_change_of_a_row_that_does_not_run_ring(ready):
