@@ -2740,7 +2740,8 @@ class Dispatcher:
         """Somebody has made rows pending or paused, or may have: look for them."""
         for pool in self.pools.values():
             pool.look()
-        self._retry_at(self.now)  # with its gap: a stream of notifications must leave room for claims
+        # After the claim, which somebody may wait for; and with its gap: a stream of calls must leave room for claims.
+        self._retry_at(self.now + LOOK_GAP_S[0])
 
     def _count_calls(self, calls: int) -> None:
         """Where notifications come thick, have those who send them be silent."""

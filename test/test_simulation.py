@@ -225,7 +225,7 @@ def test_what_has_ended_is_written_soon_though_others_work_on(module=pepsidispat
             for _ in range(3):
                 world.table.insert('a')
             world.run(until=lambda number=number: world.statuses().get('done') == number, limit_s=0.5)
-        world.run(until=lambda: not world.dispatcher.outbox, limit_s=0.01)
+        world.run(until=lambda: not world.dispatcher.outbox, limit_s=0.006)
         world.stop()
 
 
