@@ -83,7 +83,7 @@ def test_none_of_many_inserts_is_missed_while_they_do_not_notify_nor_when_that_e
     eager.write_text(source, encoding='utf-8')
     monkeypatch.setattr(support, 'DISPATCHER', str(eager))
     with system.run({'resize': {'PROGRAM': system.stub('--blind'), 'QUEUE_LIMIT': 16}}) as running:
-        running.wait_log('took over')
+        running.wait_log('waiting for notifications')
         silences = 0
         for _ in range(3):
             start, ids, until = len(running.log()), [[] for _ in range(6)], time.monotonic() + 1
