@@ -83,12 +83,14 @@ Options:
 # own durable commit flushes the log past its claim; a claim lost in a server crash leaves the row
 # pending, and the id is held. What nobody would write again, `failed` and `timeout`, is durable.
 #
-# Wake-ups: a notification or the heartbeat has it look for rows. NOTIFY makes those who commit wait for one another, so
-# where many do the triggers are told to be silent, and it looks by itself until that is over. Two
-# advisory locks see to it that nobody is overlooked: pepsi_dispatch_wake() and ALL_HEARD say how.
+# Wake-ups: a notification or the heartbeat has it look for rows. NOTIFY makes those who commit wait
+# for one another, so where many do the triggers are told to be silent, and it looks by itself until
+# that is over. Two advisory locks see to it that nobody is overlooked: pepsi_dispatch_wake() and
+# ALL_HEARD say how.
 #
-# Under load a statement carries many messages: answers wait for one another (NAP_S, SETTLE_GAP_S) while all workers
-# have enough to do and no failure is among them, and a claim waits until half of a pool is free.
+# Under load a statement carries many messages: answers wait for one another (NAP_S, SETTLE_GAP_S)
+# while all workers have enough to do and no failure is among them, and a claim waits until half of a
+# pool is free.
 #
 # Glossary: *message* a row; *stage*; *worker* one child process; *pool* the workers of a stage;
 # *claim*; *hand* ids to a worker; *head of line* the oldest unanswered id of a worker; *answer* a
@@ -2621,7 +2623,7 @@ class Dispatcher:
         self._seek = False  # they are to be looked for
         self._calls, self._calls_since = 0, -math.inf  # notifications, of late
         self._came = 0  # rows claimed since 'hush' was set
-        self._peek_s = LOOK_GAP_S[0] / 2  # before we look again by ourselves
+        self._peek_s = LOOK_GAP_S[0]  # before we look again by ourselves
         self._silent = False  # not all who insert notify: we look by ourselves
         self._hush: Optional[bool] = None  # that is to be changed
         self._queue_fd: Optional[Tuple[int, bool]] = None
@@ -2629,8 +2631,8 @@ class Dispatcher:
                        Lost: self._lost, Waiting: self._waiting, Taken: self._taken, Replaced: self._replaced,
                        Failure: self._failed}  # type: Dict[type, Callable[[Any], None]]
         self._replies = {'claim': self._claimed, 'settle': self._settled, 'exchange': self._exchanged,
-                         'revive': self._revived,
-                         'flush': self._flushed, 'strangers': self._met_strangers, 'hush': self._hushed}  # type: Dict[str, Callable[[Any], None]]
+                         'revive': self._revived, 'flush': self._flushed, 'strangers': self._met_strangers,
+                         'hush': self._hushed}  # type: Dict[str, Callable[[Any], None]]
         self._due = {'watchdog': self._watchdog, 'idle': self._idle, 'grace': self._grace, 'eof': self._end_of_file,
                      'cooldown': self._cooled, 'rest': self._rested}  # type: Dict[str, Callable[[Any], None]]
         self._selector.register(signals.fd, selectors.EVENT_READ, signals)
@@ -2677,8 +2679,8 @@ class Dispatcher:
                 if worker.head_since == self.now:
                     worker.head_since = clock
         timeout_s = min(max(0.0, when - clock), LONGEST_WAIT_S)
-        nap_s = min(self._nap_s(), timeout_s)
-        if nap_s and not self.inbox:
+        nap_s = 0.0 if self.inbox else min(self._nap_s(), timeout_s)
+        if nap_s:
             self._sleep(nap_s)
             timeout_s -= nap_s
         events = self._selector.select(0 if self.inbox else timeout_s)
@@ -3119,12 +3121,12 @@ class Dispatcher:
         self.pace.claims += 1
         self.pace.claim_s += self.now - self._asked_at
         self.pace.rows += len(rows or ())
-        self._came += len(rows or ())
-        if rows:
-            self._peek_s = LOOK_GAP_S[0] / 2
         if rows is None:
             self._look_again(wants)
             return
+        self._came += len(rows)
+        if rows:
+            self._peek_s = LOOK_GAP_S[0]
         ids: Dict[str, List[int]] = {want.stage: [] for want in wants}
         for id, stage in rows:
             if stage in ids:
@@ -3229,10 +3231,10 @@ class Dispatcher:
             self._silent = silent
         self._came, self._hush = 0, None
         self.timers.set('hush', self.now + HUSH_S)
-        if not self._silent:
+        if self._silent:
+            self.timers.soonest('peek', self.now + LOOK_GAP_S[0])
+        else:
             self.timers.cancel('peek')
-        elif 'peek' not in self.timers:
-            self._on_peek()
         self._called()  # for what came while nobody notified, or before this session
 
     def _revived(self, rows: Optional[List[Tuple[str, Optional[str], int, Optional[float]]]]) -> None:
@@ -3316,17 +3318,13 @@ class Dispatcher:
             pool.looking = pool.looking or pool.below
 
     def _on_hush(self) -> None:
-        thick = self._came / HUSH_S >= THICK / THICK_S  # messages come as thick as before
-        if self._silent and thick and self.queue.hushes:
-            self._came = 0
-            self.timers.set('hush', self.now + HUSH_S)
-        elif self._silent:
-            self._hush = thick
+        if self._silent:
+            self._hush = self._came / HUSH_S >= THICK / THICK_S  # messages come as thick as before
 
     def _on_peek(self) -> None:
-        first, longest = LOOK_GAP_S
-        self._peek_s = min(2 * self._peek_s, longest if self.queue.hushes else PEEK_S)
-        self.timers.set('peek', self.now + max(self._peek_s, first))
+        gap_s = min(self._peek_s, LOOK_GAP_S[1] if self.queue.hushes else PEEK_S)
+        self.timers.set('peek', self.now + gap_s)
+        self._peek_s = 2 * gap_s
         self._called()
 
     def _on_gather(self) -> None:
@@ -3452,7 +3450,6 @@ class Dispatcher:
         rooms = self._rooms()
         if self._hush is not None and self._swept and self.phase is Phase.SERVING:
             silent, self._hush = self._hush, None
-            self.timers.set('hush', self.now + HUSH_S)
             self._from_queue(queue.hush(silent))
         elif self.outbox.fresh and not rooms and not self._gathering():
             self._settled_at = self.now

@@ -75,11 +75,12 @@ class Table:
         self.unheard = 0  # silent transactions that are still to commit
         self._ids = itertools.count(1)
 
-    def insert(self, stage, status='pending', timeout=None, id=None):
-        """What pepsi-ingress does, and its trigger."""
+    def insert(self, stage, status='pending', timeout=None, id=None, silent=None):
+        """What pepsi-ingress does, and its trigger, which is silent if that is in force, or was at the statement."""
         id = next(self._ids) if id is None else id
         self.rows[id] = Row(stage, status, timeout)
-        self._trigger()
+        if not (self.silent if silent is None else silent):
+            self.notify()
         return id
 
     def insert_late(self, stage, delay_s):
@@ -89,10 +90,7 @@ class Table:
 
         def commit():
             self.unheard -= silent
-            id = self.insert(stage)
-            if self.silent and not silent:
-                self.notify()
-            return id
+            self.insert(stage, silent=silent)
 
         self._world.after(delay_s, commit)
 
@@ -105,17 +103,13 @@ class Table:
         for name, value in values.items():
             setattr(row, name, value)
         if (row.status in ('pending', 'paused') and before[1] != 'running'
-                and before != (row.stage, row.status, row.timeout)):
-            self._trigger()
+                and before != (row.stage, row.status, row.timeout) and not self.silent):
+            self.notify()
 
     def notify(self):
         """NOTIFY ingress."""
         for listener in self.listeners:
             listener()
-
-    def _trigger(self):
-        if not self.silent:
-            self.notify()
 
     def is_locked(self, id):
         """Whether somebody else holds the lock of a row."""

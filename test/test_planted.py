@@ -145,10 +145,10 @@ DEFECTS = {
         ("        self.timers.soonest('gather', when)\n", '')),
     'nobody looks while those who insert are silent': (
         simulated.test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not,
-        ('            self._on_peek()\n', '            pass\n')),
+        ("            self.timers.soonest('peek', self.now + LOOK_GAP_S[0])\n", '            pass\n')),
     'those who insert stay silent for ever': (
         simulated.test_where_notifications_come_thick_it_looks_by_itself_until_they_do_not,
-        ('            self._hush = thick\n', '            pass\n')),
+        ('            self._hush = self._came / HUSH_S >= THICK / THICK_S', '            pass')),
     'nobody looks after a reconnect': (
         simulated.test_a_row_that_is_inserted_while_the_database_is_away_is_claimed_when_it_is_back,
         ('        self._called()  # for what came while nobody notified, or before this session\n', '')),

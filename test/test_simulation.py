@@ -118,15 +118,7 @@ def test_rows_are_worked_off_and_counted_and_the_last_worker_goes(module=pepsidi
 
 def test_a_message_goes_through_its_stages_without_the_heartbeat(module=pepsidispatch):
     def program(child):
-        while True:
-            id = yield READ
-            if id is None:
-                return 0
-            child.world.begin(child, id)
-            yield 0.01
-            commit(child, id, {'stage': 'b'} if child.stage == 'a' else {'status': 'done'})
-            child.world.finish(id)
-            child.say(b'0\n', ('ok', id, ()))
+        return working(0.01, **({'stage': 'b'} if child.stage == 'a' else {'status': 'done'}))(child)
 
     with make(module, stage('a'), stage('b'), program=program) as world:
         for _ in range(20):
@@ -207,15 +199,7 @@ def test_a_stream_of_notifications_starves_nobody(module=pepsidispatch):
 
 def test_what_has_ended_is_written_soon_though_others_work_on(module=pepsidispatch):
     def program(child):
-        while True:
-            id = yield READ
-            if id is None:
-                return 0
-            child.world.begin(child, id)
-            yield 0.001 if child.stage == 'a' else 20
-            commit(child, id, {'status': 'done'})
-            child.world.finish(id)
-            child.say(b'0\n', ('ok', id, ()))
+        return working(0.001 if child.stage == 'a' else 20)(child)
 
     with make(module, stage('a'), stage('b', PARALLELISM=8), program=program) as world:
         for _ in range(8):
